@@ -1,0 +1,47 @@
+# make demo   export a real model and ask it something (PROMPT="…" asks something else)
+# make test   the whole test suite
+# make lint   ruff and mypy
+# Everything is installed into .venv, and made again only when its sources changed.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+NATIVE := $(shell find plugins -name '*.cc' -o -name '*.h' -o -name '*.inc' -o -name CMakeLists.txt)
+
+export PROMPT
+
+.PHONY: demo test lint clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.demo
+	@$(BIN)/python -m pagelet.tools.demo --prompt "$$PROMPT"
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(VENV)/bin/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "pagelet needs Python 3.10 or newer; say which with: make PYTHON=python3.12 …"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || \
+	  { rm -rf $(VENV); echo "Python has no venv module; on Debian or Ubuntu: apt install python3-venv"; exit 1; }
+
+# One stamp for each set of extras; all of them (re)build the op library when its sources are newer.
+$(VENV)/.demo: pyproject.toml $(NATIVE) | $(VENV)/bin/pip
+	$(BIN)/pip install --quiet --editable '.[export]'
+	@touch $@
+
+$(VENV)/.test: pyproject.toml $(NATIVE) | $(VENV)/bin/pip
+	$(BIN)/pip install --quiet --editable '.[test]'
+	@touch $@
+
+$(VENV)/.lint: pyproject.toml $(NATIVE) | $(VENV)/bin/pip
+	$(BIN)/pip install --quiet --editable '.[test,lint]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build

@@ -1,0 +1,101 @@
+"""Writing a bundle's folder so that it appears whole or not at all."""
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from pagelet.models.errors import BundleError, InputError
+from pagelet.models.manifest import MANIFEST_NAME, FileEntry, hash_file
+
+
+@contextlib.contextmanager
+def new_bundle(out: Path, *, force: bool = False) -> Iterator[Path]:
+    """A temporary folder beside `out` that becomes `out` when the block ends without an error.
+
+    Raises:
+        InputError: `out` exists and is not to be replaced, or is no bundle, or cannot be made.
+    """
+    out = Path(os.path.abspath(out))  # noqa: PTH100  (resolve() would follow a link that is to be replaced)
+    _check_destination(out, force)
+    _sweep(out)
+    folder = out.parent / f".{out.name}.partial-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise InputError(
+            f"cannot make {out}: {error.strerror}. Choose a folder that you may write to."
+        ) from error
+    try:
+        yield folder
+        _move_into_place(folder, out)
+    except OSError as error:
+        raise BundleError(
+            f"writing {out} failed: {error.strerror or error}. Nothing was left behind."
+        ) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def file_entries(folder: Path, weights: frozenset[str]) -> dict[str, FileEntry]:
+    """Size and SHA-256 of every file below `folder`; names in `weights` are marked as such."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    names = {path.relative_to(folder).as_posix(): path for path in files}
+    return {
+        name: FileEntry(path.stat().st_size, hash_file(path), weights=name in weights)
+        for name, path in names.items()
+    }
+
+
+def _check_destination(out: Path, force: bool) -> None:
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise InputError(f"{out} is a file; name a folder for the bundle.")
+    if not any(out.iterdir()):
+        return
+    if not (out / MANIFEST_NAME).is_file():
+        raise InputError(
+            f"{out} holds something that is not a bundle; it is never replaced. Name another folder."
+        )
+    if not force:
+        raise InputError(f"{out} exists; add --force to replace it, or name another folder.")
+
+
+def _sweep(out: Path) -> None:
+    """Remove what killed exports to the same place left; those still running are kept."""
+    pattern = re.compile(re.escape(f".{out.name}.partial-") + r"(\d+)$")
+    for path in out.parent.glob(".*.partial-*"):
+        match = pattern.fullmatch(path.name)
+        if match and not _alive(int(match.group(1))):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _alive(pid: int) -> bool:
+    if pid == os.getpid():
+        return False
+    if os.name == "nt":  # os.kill ends a process there
+        return True
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _move_into_place(folder: Path, out: Path) -> None:
+    if not out.exists():
+        folder.rename(out)
+        return
+    old = folder.with_name(folder.name + "-old")
+    out.rename(old)
+    try:
+        folder.rename(out)
+    except OSError:
+        old.rename(out)
+        raise
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,6 @@
+"""Reading checkpoints as streams: a folder with safetensors files, or a GGUF file."""
+
+from pagelet.exporter.checkpoint.base import Blocks, Checkpoint, TensorInfo
+from pagelet.exporter.checkpoint.detect import open_checkpoint
+
+__all__ = ["Blocks", "Checkpoint", "TensorInfo", "open_checkpoint"]

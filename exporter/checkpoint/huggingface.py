@@ -1,0 +1,135 @@
+"""A Hugging Face folder: config.json and one or many safetensors files."""
+
+import dataclasses
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from pagelet.exporter.checkpoint.base import Checkpoint, TensorInfo, match_weights
+from pagelet.exporter.checkpoint.files import SourceFile, read_json
+from pagelet.exporter.checkpoint.safetensors_header import read_header
+from pagelet.models.errors import CheckpointError
+from pagelet.models.spec import ModelSpec, source_name, spec_from_config
+from pagelet.models.strict import require
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_SHARDS = 1024
+_DTYPES: dict[str, np.dtype] = {
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+_COMPARE_BYTES = 1 << 20
+
+
+class HuggingFaceCheckpoint(Checkpoint):
+    """Weights from safetensors files; F32, F16 and BF16, each widened to float32 exactly."""
+
+    kind = "safetensors"
+
+    def read(self, role: str, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
+        info = self.weights[role]
+        raw = self._read_rows(info, *self._rows(role, start, stop))
+        with np.errstate(invalid="ignore"):  # a NaN is for the quantizer to report
+            values = raw.view(_DTYPES[info.dtype]).astype(np.float32, copy=False)
+        return values.reshape(-1, *info.shape[1:])
+
+
+def open_huggingface(folder: Path) -> HuggingFaceCheckpoint:
+    """Open the folder's safetensors files and match them with its config.json.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or the weights are not those of the config.
+        UnsupportedError: an architecture or dtype that is not known.
+    """
+    spec = spec_from_config(read_json(folder / "config.json"))
+    with ExitStack() as stack:
+        files: dict[str, SourceFile] = {}
+        tensors: dict[str, TensorInfo] = {}
+        for name in _file_names(folder):
+            file = SourceFile(folder / name)
+            stack.callback(file.close)
+            files[name] = file
+            for tensor, info in read_header(file).items():
+                if tensor in tensors:
+                    raise CheckpointError(
+                        f"{folder}: tensor {tensor!r} is in {tensors[tensor].file} and in {name}."
+                    )
+                tensors[tensor] = info
+        _check_index(folder, tensors)
+        spec, notes = _settle_tie(spec, tensors, files)
+        weights = match_weights(spec, tensors, spec.row.hf_names, _ignored(spec), _DTYPES, str(folder))
+        checkpoint = HuggingFaceCheckpoint(folder, spec, files, tensors, weights, folder, notes)
+        stack.pop_all()
+    return checkpoint
+
+
+def _file_names(folder: Path) -> list[str]:
+    if (folder / SINGLE_FILE).is_file():
+        return [SINGLE_FILE]
+    if (folder / INDEX_FILE).is_file():
+        names = sorted(set(_weight_map(folder).values()))
+    else:
+        names = sorted(path.name for path in folder.glob("*.safetensors"))
+    if not 1 <= len(names) <= MAX_SHARDS:
+        raise CheckpointError(f"{folder} has {len(names)} safetensors files; expected 1 to {MAX_SHARDS}.")
+    for name in names:
+        # Only the name is judged: a download cache links its files to where it keeps them.
+        if name != Path(name).name or "\\" in name or ":" in name or "\0" in name:
+            raise CheckpointError(
+                f"{folder / INDEX_FILE} names {name!r}, which is not a file of the folder; refused."
+            )
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder / name} is missing; {INDEX_FILE} names it. Download it again.")
+    return names
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    path = folder / INDEX_FILE
+    entries = require(read_json(path), "weight_map", dict, str(path), CheckpointError)
+    for tensor in entries:
+        require(entries, tensor, str, f"{path}: weight_map", CheckpointError)
+    return dict(entries)
+
+
+def _check_index(folder: Path, tensors: Mapping[str, TensorInfo]) -> None:
+    if (folder / SINGLE_FILE).is_file() or not (folder / INDEX_FILE).is_file():
+        return
+    for tensor, name in _weight_map(folder).items():
+        if tensor not in tensors or tensors[tensor].file != name:
+            raise CheckpointError(
+                f"{folder / INDEX_FILE} says that {tensor!r} is in {name}; it is not. Download both again."
+            )
+
+
+def _ignored(spec: ModelSpec) -> tuple[str, ...]:
+    head = (source_name("head.weight", spec.row.hf_names),) if spec.tie_embeddings else ()
+    return (*spec.row.ignored, *head)
+
+
+def _settle_tie(
+    spec: ModelSpec, tensors: Mapping[str, TensorInfo], files: Mapping[str, SourceFile]
+) -> tuple[ModelSpec, list[str]]:
+    """Believe a declared tie only if the head is absent or equal to the embedding, byte for byte."""
+    head = tensors.get(source_name("head.weight", spec.row.hf_names))
+    embedding = tensors.get(source_name("embedding.weight", spec.row.hf_names))
+    if not spec.tie_embeddings or head is None or embedding is None or _equal(head, embedding, files):
+        return spec, []
+    note = f"config.json ties the head to the embedding, but {head.name} differs from it: exported untied."
+    return dataclasses.replace(spec, tie_embeddings=False), [note]
+
+
+def _equal(left: TensorInfo, right: TensorInfo, files: Mapping[str, SourceFile]) -> bool:
+    if (left.shape, left.dtype) != (right.shape, right.dtype):
+        return False
+    for start in range(0, left.nbytes, _COMPARE_BYTES):
+        count = min(_COMPARE_BYTES, left.nbytes - start)
+        pieces = (files[info.file].read(info.offset + start, count) for info in (left, right))
+        if not np.array_equal(next(pieces), next(pieces)):
+            return False
+    return True

@@ -1,0 +1,51 @@
+"""What the user asks of an export: one frozen value, checked at the edge."""
+
+from dataclasses import dataclass
+
+from pagelet.models.errors import InputError
+
+WEIGHTS = ("int4", "fp32")
+GROUP_SIZES = (32, 64, 128)
+TARGETS = ("cpu",)
+CACHE_TYPES = ("f32",)
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Options of `pagelet export`.
+
+    Attributes:
+        weights: storage of the linear weights.
+        group_size: inputs that share a scale (int4).
+        symmetric: no minimum per group (int4): smaller, and further from the original.
+        max_context: tokens; None keeps the checkpoint's own.
+        block_size: tokens per block of the KV cache.
+        force: replace an existing bundle.
+
+    Raises:
+        InputError: a value that this version cannot serve.
+    """
+
+    weights: str = "int4"
+    group_size: int = 32
+    symmetric: bool = False
+    target: str = "cpu"
+    cache_type: str = "f32"
+    max_context: int | None = None
+    block_size: int = 32
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of("weights", self.weights, WEIGHTS)
+        _one_of("group size", self.group_size, GROUP_SIZES)
+        _one_of("target", self.target, TARGETS)
+        _one_of("cache type", self.cache_type, CACHE_TYPES)
+        if self.max_context is not None and self.max_context < 1:
+            raise InputError(f"max context is {self.max_context}; expected at least 1 token.")
+        if not 1 <= self.block_size <= 4096:
+            raise InputError(f"block size is {self.block_size}; expected 1 to 4096 tokens.")
+
+
+def _one_of(what: str, value: object, known: tuple[object, ...]) -> None:
+    if value not in known:
+        raise InputError(f"{what} is {value!r}; this version serves {', '.join(map(str, known))}.")

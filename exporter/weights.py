@@ -1,0 +1,247 @@
+"""Weights from checkpoint to file, as a stream: a few rows at a time are read, quantized and written.
+
+Linear layers that read the same input stand as one matrix (q, k and v; gate and up), so that the
+graph runs one wide layer instead of three narrow ones.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagelet.exporter.checkpoint import Blocks, Checkpoint
+from pagelet.models.errors import CheckpointError
+from pagelet.models.manifest import TensorEntry
+from pagelet.models.spec import ModelSpec
+from pagelet.plugins.packing import TILE_COLUMNS, LinearFormat, Quantized, pack, quantize_rtn
+
+WEIGHTS_NAME = "model.weights"
+# A cache line: the kernels then load whole vectors without crossing two.
+_ALIGNMENT = 64
+# Floats of one piece of a stream; bounds the exporter's memory whatever the tensor's size.
+_PIECE = 4 << 20
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in the weights file: `dtype` "float32" or "uint8", bytes [offset, offset + length)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer y = x Wᵀ + b as stored; `format` None means plain float32 [out, in]."""
+
+    in_features: int
+    out_features: int
+    weight: StoredTensor
+    bias: StoredTensor | None = None
+    format: LinearFormat | None = None
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """All weights of a model by module name; the head is the embedding itself where they are tied."""
+
+    linears: dict[str, Linear]
+    vectors: dict[str, StoredTensor]
+    entries: dict[str, TensorEntry]
+
+
+class WeightsFile:
+    """Appends tensors to one file, each aligned; the file is mapped at run time."""
+
+    def __init__(self, path: Path) -> None:
+        self._stream: BinaryIO = path.open("wb")
+
+    def __enter__(self) -> "WeightsFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.close()
+
+    def add(
+        self, name: str, dtype: str, shape: tuple[int, ...], pieces: Iterator[NDArray[np.generic]]
+    ) -> StoredTensor:
+        offset = -(-self._stream.tell() // _ALIGNMENT) * _ALIGNMENT
+        self._stream.write(b"\0" * (offset - self._stream.tell()))
+        for piece in pieces:
+            self._stream.write(np.ascontiguousarray(piece).data)
+        return StoredTensor(name, dtype, shape, offset, self._stream.tell() - offset)
+
+
+OnTensor = Callable[[int, int, str], None]
+"""on_tensor(tensors done, tensors in all, name of the next)."""
+
+
+def linear_units(spec: ModelSpec) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """(module, roles stacked along its outputs) of every linear layer, in graph order.
+
+    The embedding table counts as one: tied to the head, it is the head's weight.
+    """
+    yield "embedding", ("embedding",)
+    for layer in range(spec.num_layers):
+        at = f"layers.{layer}."
+        yield at + "attention.qkv", tuple(at + "attention." + part for part in "qkv")
+        yield at + "attention.o", (at + "attention.o",)
+        yield at + "mlp.gate_up", (at + "mlp.gate", at + "mlp.up")
+        yield at + "mlp.down", (at + "mlp.down",)
+    if not spec.tie_embeddings:
+        yield "head", ("head",)
+
+
+def vector_roles(spec: ModelSpec) -> Iterator[str]:
+    """Roles of the norm weights."""
+    for role, shape in spec.weight_shapes():
+        if len(shape) == 1 and role.endswith("norm.weight"):
+            yield role
+
+
+def write_weights(
+    checkpoint: Checkpoint, spec: ModelSpec, format: LinearFormat | None, folder: Path, on_tensor: OnTensor
+) -> StoredWeights:
+    """Stream every weight into `folder`/model.weights; linear layers in `format`, or float32 if None.
+
+    Raises:
+        CheckpointError: a tensor holds NaN or infinity, or does not divide into groups; by its name.
+    """
+    units, vectors = list(linear_units(spec)), list(vector_roles(spec))
+    total = len(units) + len(vectors) + 1
+    stored = StoredWeights({}, {}, {})
+    with WeightsFile(folder / WEIGHTS_NAME) as file:
+        for done, (module, roles) in enumerate(units):
+            on_tensor(done, total, module)
+            stored.linears[module], stored.entries[module] = _write_linear(
+                checkpoint, module, roles, format, file
+            )
+        for done, role in enumerate(vectors, len(units)):
+            on_tensor(done, total, role)
+            stored.vectors[role] = _write_vector(file, role, _finite(checkpoint, role))
+        on_tensor(total - 1, total, "rope tables")
+        for name, table in zip(("rope.cos", "rope.sin"), spec.rope.tables(spec.max_context), strict=True):
+            stored.vectors[name] = _write_vector(file, name, table)
+        on_tensor(total, total, "")
+    return stored
+
+
+def _write_vector(file: WeightsFile, name: str, values: NDArray[np.float32]) -> StoredTensor:
+    return file.add(name, "float32", values.shape, iter([values]))
+
+
+def _write_linear(
+    checkpoint: Checkpoint,
+    module: str,
+    roles: tuple[str, ...],
+    format: LinearFormat | None,
+    file: WeightsFile,
+) -> tuple[Linear, TensorEntry]:
+    rows = _StackedRows(checkpoint, [role + ".weight" for role in roles])
+    bias = None
+    if roles[0] + ".bias" in checkpoint.weights:
+        values = np.concatenate([_finite(checkpoint, r + ".bias") for r in roles])
+        bias = _write_vector(file, module + ".bias", values)
+    shape = (rows.count, rows.width)
+    if format is None:
+        plain = (rows.floats(start, stop) for start, stop in rows.pieces())
+        weight = file.add(module + ".weight", "float32", shape, plain)
+        return Linear(rows.width, rows.count, weight, bias), TensorEntry("fp32", shape, weight.length)
+    rows.check_groups(format)
+    exact = rows.passes_through(format)
+    encode = rows.exact if exact else rows.quantized
+    packed = (pack(*encode(start, stop, format), format) for start, stop in rows.pieces())
+    size = format.packed_bytes(rows.width, rows.count)
+    weight = file.add(module + ".weight", "uint8", (size,), packed)
+    assert weight.length == size, f"{module}: packed {weight.length} bytes, expected {size}"
+    entry = TensorEntry(f"int{format.bits}", shape, size, format.group_size, not format.asymmetric, exact)
+    return Linear(rows.width, rows.count, weight, bias, format), entry
+
+
+class _StackedRows:
+    """The rows of several weights as if they were one matrix, read in pieces of whole tiles."""
+
+    def __init__(self, checkpoint: Checkpoint, roles: list[str]) -> None:
+        self._checkpoint = checkpoint
+        self._roles = roles
+        sizes = [checkpoint.weights[role].shape for role in roles]
+        self.width = sizes[0][1]
+        self._starts = np.cumsum([0, *(rows for rows, _ in sizes)]).tolist()
+        self.count: int = self._starts[-1]
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        step = max(_PIECE // self.width // TILE_COLUMNS, 1) * TILE_COLUMNS
+        for start in range(0, self.count, step):
+            yield start, min(start + step, self.count)
+
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
+        """(role, first row, last row) of each weight that rows [start, stop) touch."""
+        for role, first, last in zip(self._roles, self._starts, self._starts[1:], strict=False):
+            if start < last and stop > first:
+                yield role, max(start, first) - first, min(stop, last) - first
+
+    def floats(self, start: int, stop: int) -> NDArray[np.float32]:
+        parts = [_finite(self._checkpoint, role, low, high) for role, low, high in self._parts(start, stop)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def quantized(self, start: int, stop: int, format: LinearFormat) -> Quantized:
+        try:
+            return quantize_rtn(self.floats(start, stop), format)
+        except ValueError as error:
+            raise CheckpointError(f"{self._names()}: {error}") from error
+
+    def check_groups(self, format: LinearFormat) -> None:
+        if self.width % format.group_size:
+            raise CheckpointError(
+                f"{self._names()}: {self.width} inputs do not divide into groups of {format.group_size}; "
+                "choose a smaller --group-size, or --weights fp32."
+            )
+
+    def passes_through(self, format: LinearFormat) -> bool:
+        """Whether every row has quantized numbers of its own that `format` holds unchanged."""
+        blocks = [self._checkpoint.read_blocks(role, 0, 1) for role in self._roles]
+        return all(block is not None and _fits(block, format) for block in blocks)
+
+    def exact(self, start: int, stop: int, format: LinearFormat) -> Quantized:
+        """The checkpoint's own codes, scales and minimums."""
+        parts = []
+        for role, low, high in self._parts(start, stop):
+            block = self._checkpoint.read_blocks(role, low, high)
+            assert block is not None
+            parts.append((block.codes, block.scales, _minimums(block, format)))
+        codes, scales, minimums = zip(*parts, strict=True)
+        stacked = np.concatenate(minimums) if format.asymmetric else None
+        return np.concatenate(codes), np.concatenate(scales), stacked
+
+    def _names(self) -> str:
+        return ", ".join(self._checkpoint.weights[role].name for role in self._roles)
+
+
+def _fits(block: Blocks, format: LinearFormat) -> bool:
+    if format.group_size != 32 or block.bits != format.bits:
+        return False
+    return format.asymmetric or block.minimums is None
+
+
+def _minimums(block: Blocks, format: LinearFormat) -> NDArray[np.float16] | None:
+    """Q4_0's d·(q−8) is d·q + (−8·d), exactly: eight is a power of two."""
+    if not format.asymmetric or block.minimums is not None:
+        return block.minimums
+    return (np.float16(-8) * block.scales).astype(np.float16)
+
+
+def _finite(
+    checkpoint: Checkpoint, role: str, start: int = 0, stop: int | None = None
+) -> NDArray[np.float32]:
+    values = checkpoint.read(role, start, stop)
+    if not np.isfinite(values).all():
+        raise CheckpointError(
+            f"{checkpoint.weights[role].name} holds NaN or infinity: the file is damaged; download it again."
+        )
+    return values

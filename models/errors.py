@@ -1,0 +1,55 @@
+"""The exceptions of pagelet: one tree, drawn here before any code raises one.
+
+    PageletError
+    ├── InputError            what a caller passed (also a ValueError)
+    │   ├── PromptTooLongError
+    │   └── CapacityError     a request or configuration that can never fit
+    ├── CheckpointError       a source model: damaged, incomplete, refused
+    │   └── UnsupportedError  well-formed, but something pagelet does not know
+    ├── BundleError           an exported bundle: damaged, foreign, too new
+    ├── BackendError          the engine underneath failed or is missing
+    ├── EngineClosedError     a call on a closed engine
+    └── CancelledError        the caller cancelled
+
+Every message says what was found, what was expected, and what to do.
+"""
+
+
+class PageletError(Exception):
+    """Base of every error that pagelet raises on purpose."""
+
+
+class InputError(PageletError, ValueError):
+    """An argument, option or request is not valid."""
+
+
+class PromptTooLongError(InputError):
+    """A prompt does not fit into the model's context."""
+
+
+class CapacityError(InputError):
+    """A request or configuration needs more memory than there can ever be."""
+
+
+class CheckpointError(PageletError):
+    """A checkpoint is damaged, incomplete, or of a kind that is refused."""
+
+
+class UnsupportedError(CheckpointError):
+    """A checkpoint asks for something that the exporter does not know."""
+
+
+class BundleError(PageletError):
+    """A bundle is damaged, incomplete, foreign, or newer than this version."""
+
+
+class BackendError(PageletError):
+    """The engine underneath (ONNX Runtime, an op library) failed or is missing."""
+
+
+class EngineClosedError(PageletError):
+    """The engine was closed, or its loop ended."""
+
+
+class CancelledError(PageletError):
+    """The caller cancelled the operation."""

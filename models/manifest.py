@@ -1,0 +1,186 @@
+"""The bundle's manifest: what is in the folder, which model it is, and how to trust it.
+
+Both sides share this file: the exporter writes it last, the runtime reads it first.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from pagelet.models.errors import BundleError, CheckpointError
+from pagelet.models.spec import ModelSpec
+from pagelet.models.strict import decode, require
+
+MANIFEST_NAME = "manifest.json"
+FORMAT = "pagelet-bundle"
+VERSION = 1
+# A manifest is a few kilobytes; a larger one is not ours and is not parsed.
+MAX_MANIFEST_BYTES = 16 << 20
+_CHUNK = 4 << 20
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of the bundle: its size in bytes and its SHA-256."""
+
+    bytes: int
+    sha256: str
+    weights: bool = False  # hashed only on `verify`: opening stays instant
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """How one stored tensor is held, for `inspect`: its type, its bytes, its exactness."""
+
+    type: str  # "fp32", "int4", "int8"
+    shape: tuple[int, ...]
+    bytes: int
+    group_size: int = 0
+    symmetric: bool = False
+    exact: bool = False  # the checkpoint's own quantized numbers, passed through unchanged
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How the linear weights are stored; `group_size` inputs share a scale."""
+
+    weights: str  # "fp32" or "int4"
+    quantizer: str = "none"
+    group_size: int = 0
+    symmetric: bool = False
+
+
+@dataclass(frozen=True)
+class TextSettings:
+    """What the tokenizer and the chat template need beside their files."""
+
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    add_bos: bool = False
+    special_tokens: dict[str, str] = field(default_factory=dict)  # names a template may use: bos_token, …
+
+
+@dataclass(frozen=True)
+class Manifest:
+    spec: ModelSpec
+    quantization: Quantization
+    text: TextSettings
+    files: dict[str, FileEntry]
+    tensors: dict[str, TensorEntry]
+    source: dict[str, Any]  # where the weights came from: kind, name, files with sizes
+    graph: str = "model.onnx"
+    target: str = "cpu"
+    block_size: int = 32
+    cache_type: str = "f32"
+    generation: dict[str, Any] = field(default_factory=dict)  # the checkpoint's own sampling defaults
+    created_by: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"format": FORMAT, "version": VERSION, **asdict(self)}
+
+    def save(self, folder: Path) -> None:
+        text = json.dumps(self.to_json(), indent=1, ensure_ascii=False)
+        (folder / MANIFEST_NAME).write_text(text + "\n", encoding="utf-8")
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex SHA-256 over the graph's and the weights' hashes: equal exactly when the values are."""
+        digest = hashlib.sha256()
+        for name in sorted(self.files):
+            if self.files[name].weights or name == self.graph:
+                digest.update(f"{name}={self.files[name].sha256};".encode())
+        return digest.hexdigest()
+
+
+def hash_file(path: Path, on_bytes: Callable[[int], None] | None = None) -> str:
+    """Hex SHA-256 of a file; `on_bytes` is told of each chunk's size."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while chunk := stream.read(_CHUNK):
+            digest.update(chunk)
+            if on_bytes:
+                on_bytes(len(chunk))
+    return digest.hexdigest()
+
+
+def load_manifest(folder: Path) -> Manifest:
+    """Read and check `manifest.json`; no other file is opened.
+
+    Raises:
+        BundleError: no bundle, damaged, of a newer version, or with paths that leave the folder.
+    """
+    path = folder / MANIFEST_NAME
+    if not path.is_file():
+        raise BundleError(
+            f"{folder} is not a bundle: it has no {MANIFEST_NAME}. Make one with `pagelet export`."
+        )
+    if path.stat().st_size > MAX_MANIFEST_BYTES:
+        raise BundleError(
+            f"{path} has {path.stat().st_size} bytes; a manifest has at most {MAX_MANIFEST_BYTES}."
+        )
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise BundleError(f"{path} is not valid JSON ({error}); export the bundle again.") from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise BundleError(f"{path} is not a pagelet manifest (its 'format' is not {FORMAT!r}).")
+    version = require(data, "version", int, str(path), BundleError)
+    if version != VERSION:
+        advice = "update pagelet" if version > VERSION else "export it again"
+        raise BundleError(f"{path} has version {version}; this pagelet reads version {VERSION}: {advice}.")
+    return _parse(data, str(path))
+
+
+def _parse(data: dict[str, Any], where: str) -> Manifest:
+    body = {key: value for key, value in data.items() if key not in ("format", "version")}
+    try:
+        manifest = decode(Manifest, body, where, BundleError)
+    except CheckpointError as error:
+        raise BundleError(f"{where}: {error}") from error
+    for name in manifest.files:
+        _check_path(name, where)
+    if manifest.graph not in manifest.files:
+        raise BundleError(f"{where}: the graph {manifest.graph!r} is not among its files.")
+    if not 1 <= manifest.block_size <= 4096:
+        raise BundleError(f"{where}: block_size is {manifest.block_size}; expected 1 to 4096.")
+    return manifest
+
+
+def _check_path(name: str, where: str) -> None:
+    """A file's path must stay inside the bundle, on every system."""
+    path = PurePosixPath(name)
+    escapes = path.is_absolute() or ".." in path.parts or "\\" in name or ":" in name
+    if name in ("", ".") or escapes or str(path) != name or "\0" in name:
+        raise BundleError(f"{where}: file path {name!r} leaves the bundle's folder or is not plain; refused.")
+
+
+def check_files(
+    folder: Path, manifest: Manifest, *, weights: bool = False, on_bytes: Callable[[int], None] | None = None
+) -> None:
+    """Compare the folder with the manifest: every size, and the hashes (the weights' only if asked).
+
+    Raises:
+        BundleError: names the first file that is missing, a link out, or of another size or hash.
+    """
+    root = folder.resolve()
+    for name, entry in manifest.files.items():
+        path = folder / name
+        if not path.is_file():
+            raise BundleError(f"{path} is missing; the bundle is incomplete. Export or copy it again.")
+        if not path.resolve().is_relative_to(root):
+            raise BundleError(f"{path} links to a file outside the bundle; refused.")
+        if path.stat().st_size != entry.bytes:
+            raise BundleError(
+                f"{path} has {path.stat().st_size} bytes, the manifest says {entry.bytes}: "
+                "truncated or changed. Export or copy it again."
+            )
+    for name, entry in manifest.files.items():
+        if entry.weights and not weights:
+            continue
+        if hash_file(folder / name, on_bytes) != entry.sha256:
+            raise BundleError(
+                f"{folder / name} does not have the manifest's SHA-256: changed. Export or copy it again."
+            )

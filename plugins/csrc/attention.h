@@ -1,0 +1,67 @@
+// Paged attention over a ragged batch: what the kernels are given, and what they offer. Nothing here knows the
+// host. The order of the arithmetic, which makes a row's bits independent of everything beside it, is described
+// in attention_kernel.cc.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace pagelet {
+
+constexpr int kPartitionKeys = 256;  // keys are reduced in partitions of this many, at absolute positions
+constexpr int kMaxHeadSize = 256;
+constexpr int kRowBlock = 144;        // most rows (a row = a token and a query head) in one item
+
+struct AttentionArgs {
+  // Row t is at pointer + t * stride. `key` and `value` hold the new tokens only.
+  const float* query;
+  const float* key;
+  const float* value;
+  size_t query_stride, key_value_stride;
+
+  void* key_cache;  // [blocks, block_size, kv_heads, head_size]
+  void* value_cache;
+  const int32_t* cumulative_sequence_length;  // [sequences + 1]
+  const int32_t* past_seqlens;                // [sequences]
+  const int32_t* block_table;                 // [sequences, max_blocks]
+
+  const float* cos_cache;  // [max_positions, rotary_dim / 2], or null: no rotation
+  const float* sin_cache;
+  const int64_t* position_ids;  // [tokens]
+
+  float* output;  // [tokens, num_heads * head_size]
+
+  int64_t tokens, sequences, blocks, block_size, max_blocks, max_positions;
+  int64_t num_heads, kv_num_heads, head_size, rotary_dim;
+  int64_t window;  // keys that a row sees, itself included; 0: all
+  float scale;
+  float softcap;  // 0: none
+  bool rotary_interleaved;
+};
+
+// Rows [row_begin, row_end) of one sequence and one KV head, where row = token * (query heads per KV head) +
+// head, over some of the partitions that these rows see.
+struct AttentionItem {
+  int64_t sequence, kv_head;
+  int64_t row_begin, row_end;
+  int64_t partition_begin, partition_end;
+  // Null: the item covers all partitions and writes the output. Else one state per row and partition,
+  // [row_end - row_begin, partition_count, state_floats], for `merge`.
+  float* partials;
+  int64_t first_partition, partition_count;
+};
+
+// A state: accumulator [head_size], maximum, sum; padded to whole cache lines.
+constexpr size_t kStateTail = 16;
+
+struct AttentionKernel {
+  int vector_width;  // floats; must divide the head size
+  size_t (*scratch_floats)(const AttentionArgs&);
+  // Rotates the keys of tokens [begin, end) and writes keys and values to their slots (block * block_size +
+  // offset) in the caches.
+  void (*write_cache)(const AttentionArgs&, const int64_t* slots, int64_t begin, int64_t end);
+  void (*attend)(const AttentionArgs&, const AttentionItem&, float* scratch);
+  void (*merge)(const AttentionArgs&, const AttentionItem&, float* scratch);
+};
+
+}  // namespace pagelet

@@ -1,0 +1,202 @@
+// PagedAttention as an op of ONNX Runtime: reads inputs and attributes, checks them, and runs the kernels.
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+#include "attention.h"
+#include "attention_plan.h"
+#include "isa.h"
+#include "ops.h"
+#include "ort_op.h"
+#include "scratch.h"
+
+namespace pagelet {
+
+PAGELET_DECLARE_KERNEL(AttentionKernel, attention_f32)
+
+namespace {
+
+enum Input {
+  kQuery, kKey, kValue, kKeyCache, kValueCache, kCumulativeSequenceLength, kPastSeqlens, kBlockTable,
+  kCosCache, kSinCache, kKeyScaleCache, kValueScaleCache, kPositionIds,
+};
+enum Output { kOutput, kKeyCacheOut, kValueCacheOut };
+
+constexpr int64_t kTokensPerWrite = 16;
+
+void require(bool condition, const std::string& message) {
+  if (!condition) throw std::invalid_argument("PagedAttention: " + message);
+}
+
+// The widest vectors that divide a head: 16 lanes do not divide a head of 40 or 80.
+const AttentionKernel& kernel_for(int64_t head_size) {
+  const auto table = [](int isa) -> const AttentionKernel& {
+    return PAGELET_KERNEL(AttentionKernel, attention_f32, static_cast<Isa>(isa));
+  };
+  int isa = static_cast<int>(selected_isa());
+  while (head_size % table(isa).vector_width != 0) --isa;
+  return table(isa);
+}
+
+struct Attributes {
+  Attributes(const ort::Api& api, const ort::KernelInfo* info)
+      : num_heads(ort::attribute(api, info, "num_heads", int64_t{0})),
+        kv_num_heads(ort::attribute(api, info, "kv_num_heads", int64_t{0})),
+        local_window_size(ort::attribute(api, info, "local_window_size", int64_t{-1})),
+        rotary_interleaved(ort::attribute(api, info, "rotary_interleaved", int64_t{0})),
+        rotary_dim(ort::attribute(api, info, "rotary_dim", int64_t{0})),
+        scale(ort::attribute(api, info, "scale", 0.0f)),
+        softcap(ort::attribute(api, info, "softcap", 0.0f)) {
+    require(num_heads > 0 && kv_num_heads > 0 && num_heads % kv_num_heads == 0,
+            "num_heads is " + std::to_string(num_heads) + " and kv_num_heads is " + std::to_string(kv_num_heads) +
+                ", expected two positive numbers of which the second divides the first");
+    require(local_window_size >= -1, "local_window_size is " + std::to_string(local_window_size) +
+                                         ", expected -1 or 0 (no window) or a number of keys");
+    require(rotary_dim >= 0 && rotary_dim % 2 == 0,
+            "rotary_dim is " + std::to_string(rotary_dim) + ", expected an even number, or 0 for the whole head");
+    require(std::isfinite(scale) && scale >= 0, "scale is not finite and positive");
+    require(std::isfinite(softcap) && softcap >= 0, "softcap is not finite and positive");
+  }
+
+  int64_t num_heads, kv_num_heads, local_window_size, rotary_interleaved, rotary_dim;
+  float scale, softcap;
+};
+
+class PagedAttention {
+ public:
+  static constexpr const char* kName = "PagedAttention";
+  static constexpr ort::Port kInputs[] = {
+      {ort::kFloat}, {ort::kFloat, ort::kOptional}, {ort::kFloat, ort::kOptional},
+      {ort::kFloat}, {ort::kFloat}, {ort::kInt32}, {ort::kInt32}, {ort::kInt32},
+      {ort::kFloat, ort::kOptional}, {ort::kFloat, ort::kOptional}, {ort::kFloat, ort::kOptional},
+      {ort::kFloat, ort::kOptional}, {ort::kInt64, ort::kOptional},
+  };
+  static constexpr ort::Port kOutputs[] = {{ort::kFloat}, {ort::kFloat}, {ort::kFloat}};
+  static constexpr ort::Alias kAliases[] = {{kKeyCache, kKeyCacheOut}, {kValueCache, kValueCacheOut}};
+
+  PagedAttention(const ort::Api& api, const ort::KernelInfo* info) : attributes_(api, info) {}
+
+  void compute(const ort::Context& context) const {
+    AttentionArgs args{};
+    read_caches(context, args);
+    read_activations(context, args);
+    read_lengths(context, args);
+    read_rotation(context, args);
+    check_indices(args);
+    bind_outputs(context, args);
+    run(context.parallel_for(), args);
+  }
+
+ private:
+  void read_caches(const ort::Context& context, AttentionArgs& args) const {
+    const ort::Tensor key = context.input(kKeyCache), value = context.input(kValueCache);
+    ort::expect_shape(key, "key_cache", {-1, -1, attributes_.kv_num_heads, -1});
+    ort::expect_shape(value, "value_cache", {key.dims[0], key.dims[1], key.dims[2], key.dims[3]});
+    args.key_cache = key.data;
+    args.value_cache = value.data;
+    args.blocks = key.dims[0];
+    args.block_size = key.dims[1];
+    args.head_size = key.dims[3];
+    args.num_heads = attributes_.num_heads;
+    args.kv_num_heads = attributes_.kv_num_heads;
+    args.window = std::max<int64_t>(0, attributes_.local_window_size);
+    args.softcap = attributes_.softcap;
+    require(args.block_size > 0, "key_cache has blocks of 0 tokens");
+    require(args.head_size % 8 == 0 && args.head_size > 0 && args.head_size <= kMaxHeadSize,
+            "the head size (last dimension of key_cache) is " + std::to_string(args.head_size) +
+                ", expected a multiple of 8 up to " + std::to_string(kMaxHeadSize));
+    args.scale = attributes_.scale > 0 ? attributes_.scale : 1.0f / std::sqrt(float(args.head_size));
+    require(!context.input(kKeyScaleCache).present && !context.input(kValueScaleCache).present,
+            "key_scale_cache and value_scale_cache belong to INT8 and FP8 caches, this cache is float32");
+  }
+
+  void read_activations(const ort::Context& context, AttentionArgs& args) const {
+    const ort::Tensor query = context.input(kQuery), key = context.input(kKey), value = context.input(kValue);
+    require(key.present == value.present, "key and value must be given together");
+    const int64_t query_size = args.num_heads * args.head_size, key_size = args.kv_num_heads * args.head_size;
+    const int64_t packed = key.present ? 0 : 2 * key_size;
+    ort::expect_shape(query, "query", {-1, query_size + packed});
+    args.tokens = query.dims[0];
+    args.query = query.as<float>();
+    args.query_stride = size_t(query_size + packed);
+    if (key.present) {
+      ort::expect_shape(key, "key", {args.tokens, key_size});
+      ort::expect_shape(value, "value", {args.tokens, key_size});
+      args.key = key.as<float>();
+      args.value = value.as<float>();
+      args.key_value_stride = size_t(key_size);
+    } else if (args.tokens > 0) {
+      args.key = args.query + query_size;
+      args.value = args.key + key_size;
+      args.key_value_stride = args.query_stride;
+    }
+  }
+
+  static void read_lengths(const ort::Context& context, AttentionArgs& args) {
+    const ort::Tensor cumulative = context.input(kCumulativeSequenceLength);
+    const ort::Tensor past = context.input(kPastSeqlens), table = context.input(kBlockTable);
+    ort::expect_shape(past, "past_seqlens", {-1});
+    args.sequences = past.dims[0];
+    ort::expect_shape(cumulative, "cumulative_sequence_length", {args.sequences + 1});
+    ort::expect_shape(table, "block_table", {args.sequences, -1});
+    args.max_blocks = table.dims[1];
+    args.cumulative_sequence_length = cumulative.as<int32_t>();
+    args.past_seqlens = past.as<int32_t>();
+    args.block_table = table.as<int32_t>();
+  }
+
+  void read_rotation(const ort::Context& context, AttentionArgs& args) const {
+    const ort::Tensor cosine = context.input(kCosCache), sine = context.input(kSinCache);
+    const ort::Tensor positions = context.input(kPositionIds);
+    require(cosine.present == sine.present, "cos_cache and sin_cache must be given together");
+    if (!cosine.present) return;
+    require(positions.present, "cos_cache and sin_cache need position_ids");
+    args.rotary_dim = attributes_.rotary_dim > 0 ? attributes_.rotary_dim : args.head_size;
+    require(args.rotary_dim <= args.head_size, "rotary_dim is " + std::to_string(args.rotary_dim) +
+                                                   ", expected at most the head size " +
+                                                   std::to_string(args.head_size));
+    ort::expect_shape(cosine, "cos_cache", {-1, args.rotary_dim / 2});
+    ort::expect_shape(sine, "sin_cache", {cosine.dims[0], args.rotary_dim / 2});
+    ort::expect_shape(positions, "position_ids", {args.tokens});
+    args.max_positions = cosine.dims[0];
+    args.cos_cache = cosine.as<float>();
+    args.sin_cache = sine.as<float>();
+    args.position_ids = positions.as<int64_t>();
+    args.rotary_interleaved = attributes_.rotary_interleaved != 0;
+  }
+
+  static void bind_outputs(const ort::Context& context, AttentionArgs& args) {
+    const int64_t cache[] = {args.blocks, args.block_size, args.kv_num_heads, args.head_size};
+    const int64_t rows[] = {args.tokens, args.num_heads * args.head_size};
+    const ort::Tensor key = context.output(kKeyCacheOut, cache, 4);
+    const ort::Tensor value = context.output(kValueCacheOut, cache, 4);
+    require(args.blocks == 0 || (key.data == args.key_cache && value.data == args.value_cache),
+            "the caches are updated in place: bind the same OrtValue as cache input and cache output");
+    args.output = context.output(kOutput, rows, 2).as<float>();
+  }
+
+  static void run(const ParallelFor& parallel_for, const AttentionArgs& args) {
+    const AttentionKernel& kernel = kernel_for(args.head_size);
+    thread_local AttentionPlan plan;
+    make_plan(args, plan);
+    const AttentionPlan& shared = plan;  // the other threads would see their own
+    const size_t scratch = kernel.scratch_floats(args);
+    const size_t writes = size_t((args.tokens + kTokensPerWrite - 1) / kTokensPerWrite);
+    for_each(parallel_for, writes, [&](size_t i) {
+      const int64_t begin = int64_t(i) * kTokensPerWrite;
+      kernel.write_cache(args, shared.slots.data(), begin, std::min(args.tokens, begin + kTokensPerWrite));
+    });
+    for_each(parallel_for, shared.items.size(),
+             [&](size_t i) { kernel.attend(args, shared.items[i], thread_scratch(scratch)); });
+    for_each(parallel_for, shared.merges.size(),
+             [&](size_t i) { kernel.merge(args, shared.merges[i], thread_scratch(scratch)); });
+  }
+
+  Attributes attributes_;
+};
+
+}  // namespace
+
+const ort::CustomOp* paged_attention_f32() { return ort::OpTable<PagedAttention>::get(); }
+
+}  // namespace pagelet

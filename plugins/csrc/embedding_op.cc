@@ -1,0 +1,71 @@
+// QuantizedEmbedding as an op of ONNX Runtime: the dequantized rows of a packed weight, output [T, K]. It shares
+// the weight with the QuantizedLinear of a tied head, where a row is an output column.
+#include <string>
+
+#include "linear_format.h"
+#include "linear_half.h"
+#include "ops.h"
+
+namespace pagelet {
+namespace {
+
+// The codes of input 4 * chunk + j of a block lie at byte j of a column's part of that chunk; 4-bit codes of the
+// second half of the block are the high nibbles.
+float code_at(const LinearFormat& format, const uint8_t* column, size_t input) {
+  if (format.bits == 8) return static_cast<int8_t>(column[64 * (input / 4) + input % 4]);
+  const uint8_t pair = column[64 * (input % 16 / 4) + input % 4];
+  const int code = input < 16 ? pair & 15 : pair >> 4;
+  return static_cast<float>(format.asymmetric ? code : code - 8);
+}
+
+// out [in_features]: scale * code is exact in FP32, so one rounding is left, that of adding the minimum.
+void dequantize_row(const LinearFormat& format, const uint8_t* weight, size_t row, float* out) {
+  const size_t column = row % kTileColumns, block_bytes = kTileColumns * kBlockInputs * format.bits / 8;
+  const uint8_t* group = weight + row / kTileColumns * format.tile_bytes();
+  for (size_t k = 0; k < format.in_features; k += format.group_size, group += format.group_bytes()) {
+    const uint8_t* values = group + format.code_bytes() + 2 * column;
+    const float scale = load_half(values);
+    const float minimum = format.asymmetric ? load_half(values + 2 * kTileColumns) : 0.0f;
+    for (size_t i = 0; i < format.group_size; ++i) {
+      const uint8_t* block = group + i / kBlockInputs * block_bytes;
+      const float value = scale * code_at(format, block + 4 * column, i % kBlockInputs);
+      out[k + i] = format.asymmetric ? value + minimum : value;
+    }
+  }
+}
+
+class QuantizedEmbedding {
+ public:
+  static constexpr const char* kName = "QuantizedEmbedding";
+  static constexpr ort::Port kInputs[] = {{ort::kInt64}, {ort::kUint8}};
+  static constexpr ort::Port kOutputs[] = {{ort::kFloat}};
+
+  QuantizedEmbedding(const ort::Api& api, const ort::KernelInfo* info) : format_(api, info) {}
+
+  void compute(const ort::Context& context) const {
+    const ort::Tensor input_ids = context.input(0);
+    ort::expect_shape(input_ids, "input_ids", {-1});
+    const uint8_t* weight = packed_weight(context.input(1), format_);
+    const auto* ids = input_ids.as<const int64_t>();
+    const int64_t tokens = input_ids.dims[0], rows = static_cast<int64_t>(format_.out_features);
+    for (int64_t t = 0; t < tokens; ++t) {
+      if (ids[t] >= 0 && ids[t] < rows) continue;
+      throw std::invalid_argument("input_ids[" + std::to_string(t) + "] is " + std::to_string(ids[t]) +
+                                  ", expected 0 to " + std::to_string(rows - 1));
+    }
+    const int64_t dims[] = {tokens, static_cast<int64_t>(format_.in_features)};
+    float* out = context.output(0, dims, 2).as<float>();
+    for_each(context.parallel_for(), static_cast<size_t>(tokens), [&](size_t t) {
+      dequantize_row(format_, weight, static_cast<size_t>(ids[t]), out + t * format_.in_features);
+    });
+  }
+
+ private:
+  LinearFormat format_;
+};
+
+}  // namespace
+
+const ort::CustomOp* quantized_embedding() { return ort::OpTable<QuantizedEmbedding>::get(); }
+
+}  // namespace pagelet

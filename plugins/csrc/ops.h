@@ -1,0 +1,12 @@
+// The tables of the ops that register.cc lists: one function per op and set of types.
+#pragma once
+
+#include "ort_api.h"
+
+namespace pagelet {
+
+const ort::CustomOp* paged_attention_f32();
+const ort::CustomOp* quantized_linear();
+const ort::CustomOp* quantized_embedding();
+
+}  // namespace pagelet

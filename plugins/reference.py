@@ -1,0 +1,116 @@
+"""NumPy reference of the paged attention contract: the oracle of every backend. Float64 inside, no speed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[Any]
+IntArray = npt.NDArray[Any]
+
+
+def paged_attention(
+    query: FloatArray,
+    key_cache: FloatArray,
+    value_cache: FloatArray,
+    cumulative_sequence_length: IntArray,
+    past_seqlens: IntArray,
+    block_table: IntArray,
+    cos_cache: FloatArray | None = None,
+    sin_cache: FloatArray | None = None,
+    position_ids: IntArray | None = None,
+    *,
+    key: FloatArray | None = None,
+    value: FloatArray | None = None,
+    num_heads: int,
+    kv_num_heads: int,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    local_window_size: int = -1,
+    rotary_interleaved: bool = False,
+    rotary_dim: int = 0,
+) -> npt.NDArray[np.float32]:
+    """Attention of a ragged batch over a paged cache, which is updated in place.
+
+    Args:
+        query: packed QKV ``[T, (num_heads + 2 * kv_num_heads) * D]``, or ``[T, num_heads * D]`` with
+            ``key`` and ``value`` given, each ``[T, kv_num_heads * D]``.
+        key_cache, value_cache: ``[blocks, block_size, kv_num_heads, D]``.
+        cumulative_sequence_length: ``[S + 1]``, the rows at which each sequence begins and ends.
+        past_seqlens: ``[S]``, tokens already in the cache.
+        block_table: ``[S, max_blocks]``, the physical block of each logical block.
+        cos_cache, sin_cache: ``[max_pos, rotary_dim / 2]``; without them nothing is rotated.
+        position_ids: ``[T]``, rows of the two.
+        scale: of the scores; ``None`` or 0 means ``1 / sqrt(D)``.
+        softcap: scores become ``softcap * tanh(score / softcap)``; 0 means they stay.
+        local_window_size: keys that a row sees, itself included; -1 or 0 means all.
+        rotary_interleaved: pairs are neighbours ``(2i, 2i + 1)`` instead of ``(i, i + rotary_dim / 2)``.
+        rotary_dim: leading elements that are rotated; 0 means ``D``.
+
+    Returns:
+        ``[T, num_heads * D]``, float32.
+    """
+    tokens, head_size = query.shape[0], key_cache.shape[-1]
+    if key is None or value is None:
+        sizes = np.cumsum([num_heads, kv_num_heads]) * head_size
+        query, key, value = np.split(query, sizes, axis=1)
+    q = query.reshape(tokens, num_heads, head_size).astype(np.float64)
+    k = key.reshape(tokens, kv_num_heads, head_size).astype(np.float64)
+    v = value.reshape(tokens, kv_num_heads, head_size)
+    if cos_cache is not None and sin_cache is not None and position_ids is not None:
+        cos, sin = cos_cache[position_ids].astype(np.float64), sin_cache[position_ids].astype(np.float64)
+        width = rotary_dim or head_size
+        q, k = (rotate(x, cos, sin, width, rotary_interleaved) for x in (q, k))
+    output = np.empty((tokens, num_heads, head_size))
+    for s, past in enumerate(past_seqlens.tolist()):
+        begin, end = cumulative_sequence_length[s : s + 2].tolist()
+        positions = np.arange(past, past + end - begin)
+        slots = block_slots(block_table[s], positions, key_cache.shape[1])
+        key_cache.reshape(-1, kv_num_heads, head_size)[slots] = k[begin:end]
+        value_cache.reshape(-1, kv_num_heads, head_size)[slots] = v[begin:end]
+        for row, position in zip(range(begin, end), positions.tolist(), strict=True):
+            first = max(0, position + 1 - local_window_size) if local_window_size > 0 else 0
+            seen = block_slots(block_table[s], np.arange(first, position + 1), key_cache.shape[1])
+            keys = key_cache.reshape(-1, kv_num_heads, head_size)[seen]
+            values = value_cache.reshape(-1, kv_num_heads, head_size)[seen]
+            output[row] = attend(q[row], keys, values, scale or head_size**-0.5, softcap)
+    return output.reshape(tokens, num_heads * head_size).astype(np.float32)
+
+
+def block_slots(block_row: IntArray, positions: IntArray, block_size: int) -> IntArray:
+    """The slots ``block * block_size + offset`` of logical positions, for one sequence's row of the table."""
+    slots: IntArray = (
+        block_row[positions // block_size].astype(np.int64) * block_size + positions % block_size
+    )
+    return slots
+
+
+def rotate(x: FloatArray, cos: FloatArray, sin: FloatArray, width: int, interleaved: bool) -> FloatArray:
+    """Rotary position embedding (RoFormer, https://arxiv.org/abs/2104.09864, section 3.2.2).
+
+    Rotates the first ``width`` elements of ``x`` ``[T, heads, D]`` by ``cos`` and ``sin`` ``[T, width / 2]``.
+    """
+    half = width // 2
+    low, high = (slice(0, width, 2), slice(1, width, 2)) if interleaved else (slice(half), slice(half, width))
+    out: FloatArray = x.copy()
+    cos, sin = cos[:, None], sin[:, None]
+    out[..., low] = x[..., low] * cos - x[..., high] * sin
+    out[..., high] = x[..., high] * cos + x[..., low] * sin
+    return out
+
+
+def attend(
+    query: FloatArray, keys: FloatArray, values: FloatArray, scale: float, softcap: float
+) -> FloatArray:
+    """One token's heads ``[Hq, D]`` over the keys and values ``[n, Hkv, D]`` that it sees: ``[Hq, D]``."""
+    group = query.shape[0] // keys.shape[1]
+    keys = np.repeat(keys.astype(np.float64), group, axis=1)
+    values = np.repeat(values.astype(np.float64), group, axis=1)
+    scores = np.einsum("hd,nhd->hn", query, keys) * scale
+    if softcap > 0:
+        scores = softcap * np.tanh(scores / softcap)
+    weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+    output: FloatArray = np.einsum("hn,nhd->hd", weights / weights.sum(axis=1, keepdims=True), values)
+    return output

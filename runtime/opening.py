@@ -1,0 +1,70 @@
+"""Opening a bundle: check its files, read its tokenizer, load its graph."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from pagelet.models.errors import BundleError, CancelledError
+from pagelet.models.manifest import Manifest, check_files, load_manifest
+from pagelet.runtime.backends.base import Backend
+from pagelet.runtime.config import EngineConfig, physical_cores
+from pagelet.runtime.tasks import Scoring
+from pagelet.runtime.text import Tokenizer
+
+# (stage, fraction of it that is done); False cancels. Stages: "verify", "tokenizer", "session".
+OnOpenProgress = Callable[[str, float], bool | None]
+
+
+def open_bundle(
+    folder: Path, config: EngineConfig, verify: bool, on_progress: OnOpenProgress | None
+) -> tuple[Backend, Tokenizer]:
+    """What `Engine.open` does; errors as there. Nothing stays open if it fails or is cancelled."""
+
+    def report(stage: str, fraction: float) -> None:
+        if on_progress is not None and on_progress(stage, fraction) is False:
+            raise CancelledError(f"opening {folder} was cancelled in stage {stage!r}.")
+
+    manifest = load_manifest(folder)
+    _check_files(folder, manifest, verify, report)
+    report("tokenizer", 0.0)
+    tokenizer = Tokenizer.open(folder, manifest.text)
+    report("tokenizer", 1.0)
+    report("session", 0.0)
+    backend = _open_backend(folder, manifest, config)
+    try:
+        report("session", 1.0)
+    except BaseException:
+        backend.close()
+        raise
+    return backend, tokenizer
+
+
+def _check_files(
+    folder: Path, manifest: Manifest, verify: bool, report: Callable[[str, float], None]
+) -> None:
+    entries = manifest.files.values()
+    total = sum(entry.bytes for entry in entries if verify or not entry.weights)
+    done = 0
+
+    def on_bytes(count: int) -> None:
+        nonlocal done
+        done += count
+        report("verify", done / total)
+
+    report("verify", 0.0)
+    check_files(folder, manifest, weights=verify, on_bytes=on_bytes)
+
+
+def _open_backend(folder: Path, manifest: Manifest, config: EngineConfig) -> Backend:
+    if manifest.target != "cpu":
+        raise BundleError(f"{folder} is for the target {manifest.target!r}; this runtime serves 'cpu'.")
+    from pagelet.runtime.backends.cpu import CpuBackend, bytes_per_token, plan_cache
+
+    spec = manifest.spec
+    num_bytes = config.cache_bytes(bytes_per_token(spec, manifest.cache_type), spec.max_context)
+    return CpuBackend(
+        folder / manifest.graph,
+        manifest,
+        plan_cache(manifest, num_bytes),
+        threads=config.threads or physical_cores(),
+        max_rows=config.max_sequences + Scoring.max_chunk,
+    )

@@ -1,0 +1,105 @@
+"""Prompts and their limits: what a caller may pass, as token ids that fit."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeGuard
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagelet.models.errors import CapacityError, InputError, PromptTooLongError
+from pagelet.runtime.text import Tokenizer
+
+Message: TypeAlias = Mapping[str, Any]
+# Raw text, the messages of a conversation (they go through the chat template), or token ids.
+Prompt: TypeAlias = "str | Sequence[Message] | Sequence[int] | NDArray[np.integer[Any]]"
+
+
+def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
+    """Token ids of a prompt.
+
+    Raises:
+        InputError: of another kind, empty, or with an id outside the vocabulary.
+    """
+    if isinstance(prompt, str):
+        tokens = tokenizer.encode(prompt)
+    elif _is_conversation(prompt):
+        tokens = tokenizer.encode_chat(prompt)
+    else:
+        tokens = check_token_ids(prompt, vocab_size)
+    if not tokens:
+        raise InputError("the prompt is empty; it needs at least one token.")
+    return tokens
+
+
+def _is_conversation(prompt: Prompt) -> TypeGuard[Sequence[Message]]:
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def check_token_ids(ids: Any, vocab_size: int) -> list[int]:
+    """`ids` as a list of int, each one in the vocabulary.
+
+    Raises:
+        InputError: not whole numbers in one dimension, or the first id outside 0 to vocab_size - 1.
+    """
+    if not isinstance(ids, Iterable) or isinstance(ids, Mapping | bytes | set):
+        raise InputError(f"the prompt is {type(ids).__name__}; expected text, messages or token ids.")
+    try:
+        array = np.asarray(ids)
+    except ValueError:  # rows of different lengths
+        array = np.empty((0, 0))
+    if array.shape == (0,):
+        return []
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise InputError(
+            f"the prompt is an array of {array.dtype} with {array.ndim} dimensions; expected text, messages "
+            "or one list of token ids. For several prompts use generate_all."
+        )
+    outside = (array < 0) | (array >= vocab_size)
+    if outside.any():
+        at = int(outside.argmax())
+        raise InputError(f"token id {array[at]} at position {at} is outside the vocabulary of {vocab_size}.")
+    tokens: list[int] = array.tolist()
+    return tokens
+
+
+@dataclass(frozen=True)
+class LengthLimits:
+    """The most tokens of one sequence: `context` by the model, `cache` by the pool's size."""
+
+    context: int
+    cache: int
+
+    def max_length(self, prompt_tokens: int, max_tokens: int | None) -> int:
+        """Tokens, prompt included, at which a reply ends; None runs to the end of context or cache.
+
+        The last token is generated and never read, so it needs no room in the cache.
+
+        Raises:
+            PromptTooLongError: the context leaves no room for a reply.
+            CapacityError: prompt and reply do not fit into the whole cache.
+        """
+        if prompt_tokens >= self.context:
+            raise PromptTooLongError(
+                f"the prompt has {prompt_tokens} tokens and the context {self.context}, which must hold at "
+                "least one more. Shorten the prompt."
+            )
+        wanted = min(prompt_tokens + (1 if max_tokens is None else max_tokens), self.context)
+        if wanted > self.cache + 1:
+            raise CapacityError(
+                f"the request needs room for {wanted - 1} tokens ({prompt_tokens} of the prompt), the whole "
+                f"KV cache has {self.cache}. Raise kv_memory, or shorten the prompt or max_tokens."
+            )
+        return min(self.context, self.cache + 1) if max_tokens is None else wanted
+
+    def check_scoring(self, num_tokens: int) -> None:
+        """Raise PromptTooLongError or CapacityError if a text of so many tokens cannot be scored."""
+        if num_tokens > self.context:
+            raise PromptTooLongError(
+                f"the text has {num_tokens} tokens, the context {self.context}. Shorten it."
+            )
+        if num_tokens > self.cache:
+            raise CapacityError(
+                f"the text has {num_tokens} tokens, the whole KV cache has room for {self.cache}. "
+                "Raise kv_memory."
+            )

@@ -1,0 +1,62 @@
+"""EngineStats: what an engine has done and holds, and the bounded counters behind it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+# Step times are taken over this many steps, so that statistics never grow.
+_WINDOW = 512
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """A snapshot. Tokens and requests count from the opening on; step times cover the last 512 steps.
+
+    Attributes:
+        kv_bytes: bytes of the whole cache, allocated once.
+        blocks_total, blocks_used, blocks_free: of `block_size` tokens each.
+        cached_tokens: tokens that the running sequences hold in the cache.
+        running, waiting: sequences.
+        prefill_tokens, decode_tokens: tokens read by steps; a token read again after a preemption
+            counts again.
+        step_seconds_median, step_seconds_p95: of one step, sampling included; 0 before the first.
+    """
+
+    kv_bytes: int
+    block_size: int
+    blocks_total: int
+    blocks_used: int
+    blocks_free: int
+    cached_tokens: int
+    running: int
+    waiting: int
+    preemptions: int
+    steps: int
+    failed_steps: int
+    prefill_tokens: int
+    decode_tokens: int
+    step_seconds_median: float
+    step_seconds_p95: float
+
+
+class StepCounters:
+    """Counts steps, in constant memory."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.failed_steps = 0
+        self.prefill_tokens = 0
+        self.decode_tokens = 0
+        self._seconds = np.zeros(_WINDOW)
+
+    def count(self, run_lengths: list[int], seconds: float) -> None:
+        """A step that read `run_lengths` tokens of each of its sequences."""
+        decoded = run_lengths.count(1)
+        self.decode_tokens += decoded
+        self.prefill_tokens += sum(run_lengths) - decoded
+        self._seconds[self.steps % _WINDOW] = seconds
+        self.steps += 1
+
+    def step_seconds(self, percentile: float) -> float:
+        window = self._seconds[: self.steps]
+        return float(np.percentile(window, percentile)) if len(window) else 0.0

@@ -1,0 +1,193 @@
+"""What the step loop works on: sequences that generate text, and sequences whose logits are wanted."""
+
+import math
+import time
+from abc import abstractmethod
+from concurrent.futures import Future
+
+import numpy as np
+
+from pagelet.models.errors import CancelledError, InputError, PageletError
+from pagelet.runtime.backends.base import Float32Array
+from pagelet.runtime.block_pool import BlockTable
+from pagelet.runtime.request import Choice, Chunk, Completion, FinishReason, Request, Timings, Usage
+from pagelet.runtime.sampling import SampledToken, Sampler
+from pagelet.runtime.scheduler import Sequence
+from pagelet.runtime.text import TextStream
+
+
+class Task(Sequence):
+    """A sequence that takes its logits step by step until it has `finished`."""
+
+    @property
+    @abstractmethod
+    def finished(self) -> bool: ...
+
+    @property
+    @abstractmethod
+    def group(self) -> "tuple[Task, ...]":
+        """The unfinished tasks that live and die together, this one included."""
+
+    @property
+    def deadline(self) -> float:
+        """`time.monotonic()` at which the task is ended."""
+        return math.inf
+
+    @abstractmethod
+    def advance(self, logits: Float32Array) -> None:
+        """After a step that read tokens of this sequence: logits float32 [rows, vocab], rows may be 0."""
+
+    @abstractmethod
+    def end(self, reason: FinishReason) -> None:
+        """End the task from outside, with what there is."""
+
+    @abstractmethod
+    def fail(self, error: PageletError) -> None:
+        """End the task and its group with an error."""
+
+
+class Generation(Task):
+    """One sample of a request: draws a token from the logits, turns it into text, decides when to stop."""
+
+    def __init__(
+        self,
+        request: Request,
+        index: int,
+        tokens: list[int],
+        table: BlockTable,
+        rank: tuple[int, int],
+        *,
+        sampler: Sampler,
+        text: TextStream,
+        stop_token_ids: frozenset[int],
+        max_length: int,
+        with_logprobs: bool,
+    ) -> None:
+        """`max_length` is the most tokens, prompt included, that it may come to."""
+        super().__init__(tokens, table, rank)
+        self.request = request
+        self.choice: Choice | None = None
+        self._index = index
+        self._sampler = sampler
+        self._text = text
+        self._stop_token_ids = stop_token_ids
+        self._max_length = max_length
+        self._logprobs: list[SampledToken] | None = [] if with_logprobs else None
+        self._delivered = len(tokens)
+
+    @property
+    def finished(self) -> bool:
+        return self.choice is not None or self.request.done
+
+    @property
+    def group(self) -> tuple[Task, ...]:
+        return tuple(sample for sample in self.request.samples if not sample.finished)
+
+    @property
+    def deadline(self) -> float:
+        return self.request.deadline
+
+    def advance(self, logits: Float32Array) -> None:
+        if self.request.first_token is None and self._index == 0:
+            self._report_progress()
+        if not len(logits):
+            return
+        sampled = self._sampler.sample(logits[-1], len(self.tokens))
+        self._sampler.accept(sampled.token_id)
+        self.tokens.append(sampled.token_id)
+        if self._logprobs is not None:
+            self._logprobs.append(sampled)
+        self.request.last_token = time.monotonic()
+        if self.request.first_token is None:
+            self.request.first_token = self.request.last_token
+        is_end = sampled.token_id in self._stop_token_ids
+        text = "" if is_end else self._text.push(sampled.token_id)
+        if is_end or self._text.stopped:
+            self._end(text, "stop")
+        elif len(self.tokens) >= self._max_length:
+            self._end(text, "length")
+        elif text:
+            self._deliver(text)
+
+    def end(self, reason: FinishReason) -> None:
+        self._end("", reason)
+
+    def fail(self, error: PageletError) -> None:
+        self.request.fail(error)
+
+    def _end(self, text: str, reason: FinishReason) -> None:
+        text += self._text.finish()
+        generated = tuple(self.tokens[self.request.prompt_tokens :])
+        logprobs = None if self._logprobs is None else tuple(self._logprobs)
+        self.choice = Choice(self._text.text, generated, reason, logprobs)
+        self._deliver(text, reason)
+        choices = [sample.choice for sample in self.request.samples if sample.choice is not None]
+        if len(choices) == len(self.request.samples):
+            self.request.finish(_completion(self.request, tuple(choices)))
+
+    def _deliver(self, text: str, reason: FinishReason | None = None) -> None:
+        """Pass on `text` with the tokens since the last chunk."""
+        token_ids = tuple(self.tokens[self._delivered :])
+        logprobs = None
+        if self._logprobs is not None:
+            logprobs = tuple(self._logprobs[len(self._logprobs) - len(token_ids) :])
+        self._delivered = len(self.tokens)
+        self.request.deliver(Chunk(text, token_ids, self._index, reason, logprobs))
+
+    def _report_progress(self) -> None:
+        if self.request.on_progress is None:
+            return
+        try:
+            goes_on = self.request.on_progress(self.table.length, self.request.prompt_tokens)
+        except Exception as error:
+            raise InputError(f"the request's on_progress raised {error!r}; the request was ended.") from error
+        if goes_on is False:
+            self.request.cancel()
+
+
+class Scoring(Task):
+    """Collects the logits of every position of a text."""
+
+    # Rows of logits are large (a vocabulary each), so a step asks for few of them.
+    max_chunk = 64
+
+    def __init__(self, tokens: list[int], table: BlockTable, rank: tuple[int, int], vocab_size: int) -> None:
+        super().__init__(tokens, table, rank)
+        self.future: Future[Float32Array] = Future()
+        self._logits: Float32Array = np.empty((len(tokens), vocab_size), np.float32)
+        self._num_scored = 0
+
+    @property
+    def logits_from(self) -> int:
+        return self._num_scored
+
+    @property
+    def finished(self) -> bool:
+        return self.future.done()
+
+    @property
+    def group(self) -> tuple[Task, ...]:
+        return (self,)
+
+    def advance(self, logits: Float32Array) -> None:
+        self._logits[self._num_scored : self._num_scored + len(logits)] = logits
+        self._num_scored += len(logits)
+        if self._num_scored == len(self.tokens):
+            self.future.set_result(self._logits)
+
+    def end(self, reason: FinishReason) -> None:
+        self.fail(CancelledError(f"scoring was ended early: {reason}."))
+
+    def fail(self, error: PageletError) -> None:
+        self.future.set_exception(error)
+
+
+def _completion(request: Request, choices: tuple[Choice, ...]) -> Completion:
+    generated = sum(len(choice.token_ids) for choice in choices)
+    rate = None
+    if request.first_token is not None and request.last_token > request.first_token:
+        rate = (generated - len(choices)) / (request.last_token - request.first_token)
+    since = request.submitted
+    first = None if request.first_token is None else request.first_token - since
+    timings = Timings(time.monotonic() - since, first, rate)
+    return Completion(choices, Usage(request.prompt_tokens, generated), timings)

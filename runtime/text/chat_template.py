@@ -1,0 +1,158 @@
+"""ChatTemplate: a bundle's Jinja template, run in a sandbox as transformers runs it.
+
+A template is code from whoever made the model. The sandbox keeps it from Python's internals, the data it
+sees is plain, and what it writes is bounded.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from pagelet.models.errors import BundleError, InputError
+from pagelet.runtime.text.messages import checked_messages, joined_parts, plain
+
+MAX_RENDERED_CHARACTERS = 64 << 20
+_MAX_EXPONENT = 1_024
+
+
+class ChatTemplate:
+    """Messages in, the prompt's text out."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
+        """`special_tokens`: variables that the template may use, `bos_token` and the like.
+
+        Raises:
+            BundleError: the template is not valid Jinja.
+        """
+        self._special_tokens = dict(special_tokens or {})
+        try:
+            self._template = _ENVIRONMENT.from_string(source)
+        except (jinja2.TemplateError, RecursionError) as error:
+            line = getattr(error, "lineno", "unknown")
+            raise BundleError(f"The chat template is not valid, line {line}: {error}; correct it.") from error
+
+    def variables(
+        self,
+        messages: object,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **others: Any,
+    ) -> dict[str, Any]:
+        """The template's variables, checked and plain; contents in parts are joined if it can't read parts.
+
+        Raises:
+            InputError: messages, tools or variables of the wrong form.
+        """
+        checked = checked_messages(messages)
+        if tools is not None and not all(isinstance(tool, Mapping) for tool in tools):
+            raise InputError("tools has an entry that is no object; expected a list of JSON schemas.")
+        if any(isinstance(message.get("content"), list) for message in checked) and not self._reads_parts:
+            checked = joined_parts(checked)
+        return {
+            **plain({"documents": None, **others}, "template variables"),
+            "messages": checked,
+            "tools": plain(tools, "tools"),
+            "add_generation_prompt": add_generation_prompt,
+        }
+
+    def render(self, variables: Mapping[str, Any]) -> str:
+        """The text for `variables`, equal to transformers' `apply_chat_template(tokenize=False)`.
+
+        Raises:
+            InputError: the template raised (its message is in the error's), or wrote too much.
+        """
+        pieces, size = [], 0
+        try:
+            for piece in self._template.generate({**self._special_tokens, **variables}):
+                pieces.append(piece)
+                size += len(piece)
+                if size > MAX_RENDERED_CHARACTERS:
+                    raise SecurityError(f"it wrote more than {MAX_RENDERED_CHARACTERS} characters")
+        except Exception as error:  # a template is code: it may raise anything
+            reason = str(error) or type(error).__name__
+            raise InputError(f"The chat template does not take these messages: {reason}") from error
+        return "".join(pieces)
+
+    @cached_property
+    def _reads_parts(self) -> bool:
+        """Whether the template renders a list of text parts as their text, found by trying."""
+        probe = [{"role": "user", "content": [{"type": "text", "text": "probe"}]}]
+        variables = {"messages": probe, "tools": None, "documents": None, "add_generation_prompt": False}
+        try:
+            text = self.render(variables)
+        except InputError:
+            return False
+        return "probe" in text and "'text'" not in text and '"text"' not in text
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks what the assistant wrote, for training; here it is only a scope."""
+
+    tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, in which operators can't build huge values either."""
+
+    intercepted_binops = frozenset({"*", "**", "+"})
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        sizes = [len(side) if isinstance(side, (str, list, tuple)) else 0 for side in (left, right)]
+        counts = [side if isinstance(side, int) else 0 for side in (left, right)]
+        too_large = {
+            "+": sum(sizes) > MAX_RENDERED_CHARACTERS,
+            "*": max(sizes[0] * counts[1], sizes[1] * counts[0]) > MAX_RENDERED_CHARACTERS,
+            "**": max(counts) > _MAX_EXPONENT,
+        }
+        if too_large[operator]:
+            raise SecurityError(f"the result of {operator!r} is too large")
+        return super().call_binop(context, operator, left, right)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON: Jinja's own filter escapes for HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _environment() -> _Environment:
+    environment = _Environment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+    del environment.globals["lipsum"]  # writes text without a limit
+    return environment
+
+
+_ENVIRONMENT = _environment()

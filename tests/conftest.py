@@ -1,0 +1,85 @@
+"""Real models for the tests: SmolLM2 as it is published, and tiny random Llamas with every option."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: its models come from local folders
+
+from pagelet.exporter import ExportOptions, export
+from pagelet.tools.download import SMOLLM2, fetch
+
+MakeCheckpoint = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """SmolLM2-135M-Instruct, Q4_1 in a GGUF file; downloaded once into downloads/."""
+    return fetch(SMOLLM2)
+
+
+@pytest.fixture(scope="session")
+def smollm2_fp32(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The fp32 bundle of SmolLM2."""
+    bundle = tmp_path_factory.mktemp("smollm2") / "fp32"
+    export(smollm2_gguf, bundle, ExportOptions(weights="fp32"))
+    return bundle
+
+
+@pytest.fixture(scope="session")
+def smollm2_int4(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The default bundle of SmolLM2: int4, groups of 32 with a minimum."""
+    bundle = tmp_path_factory.mktemp("smollm2") / "int4"
+    export(smollm2_gguf, bundle)
+    return bundle
+
+
+@pytest.fixture(scope="session")
+def make_llama(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
+    """Writes a tiny random Llama checkpoint; keyword arguments go to its LlamaConfig."""
+    return lambda **options: write_tiny_llama(tmp_path_factory.mktemp("llama"), **options)
+
+
+def write_tiny_llama(folder: Path, *, seed: int = 0, dtype: str = "float32", **options: Any) -> Path:
+    """A random Llama with a byte-level tokenizer, as `save_pretrained` writes it."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    defaults: dict[str, Any] = {
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.3,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**(defaults | options)))
+    for name, parameter in model.named_parameters():
+        if name.endswith(
+            ("norm.weight", ".bias")
+        ):  # as initialized they would hide a swapped norm or a lost bias
+            torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.3)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    write_byte_tokenizer(folder)
+    return folder
+
+
+def write_byte_tokenizer(folder: Path) -> None:
+    """A byte-level BPE without merges: any text encodes, and no file has to be downloaded."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    specials = ["<bos>", "<eos>"]
+    tokenizer = Tokenizer(models.BPE({t: i for i, t in enumerate([*specials, *alphabet])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(specials)
+    tokenizer.save(str(folder / "tokenizer.json"))

@@ -1,0 +1,227 @@
+"""Tiny Llama weights, and writers that put them into a folder or a GGUF file."""
+
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from gguf.quants import quantize
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from pagelet.models.architectures import GGUF_NAMES
+from pagelet.models.spec import ModelSpec, source_name, spec_from_config
+
+Weights = dict[str, NDArray[np.float32]]
+WriteFolder = Callable[..., Path]
+WriteGGUF = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def config() -> dict[str, Any]:
+    """A config.json; rows are 256 wide, so that every GGUF block type fits."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_act": "silu",
+        "vocab_size": 48,
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+    }
+
+
+@pytest.fixture(scope="session")
+def spec(config: dict[str, Any]) -> ModelSpec:
+    return spec_from_config(config)
+
+
+@pytest.fixture(scope="session")
+def weights(spec: ModelSpec) -> Weights:
+    """Random float32 weights by role; exact in bfloat16, so that one oracle serves every dtype."""
+    rng = np.random.default_rng(7)
+
+    def draw(shape: tuple[int, ...]) -> NDArray[np.float32]:
+        bits = rng.standard_normal(shape).astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)
+        return bits.view(np.float32)
+
+    return {role: draw(shape) for role, shape in spec.weight_shapes()}
+
+
+@pytest.fixture
+def write_folder(tmp_path: Path, config: dict[str, Any], spec: ModelSpec) -> WriteFolder:
+    """write_folder(tensors by role, **config changes): config.json and one safetensors file."""
+
+    def write(tensors: Mapping[str, NDArray[Any]], **changes: Any) -> Path:
+        (tmp_path / "config.json").write_text(json.dumps(config | changes))
+        named = {source_name(role, spec.row.hf_names): array for role, array in tensors.items()}
+        save_file(named, tmp_path / "model.safetensors")
+        return tmp_path
+
+    return write
+
+
+@pytest.fixture
+def write_gguf(tmp_path: Path, spec: ModelSpec) -> WriteGGUF:
+    """write_gguf(tensors by role, kind, **metadata): q and k permuted as llama.cpp's converter does."""
+
+    def write(
+        tensors: Weights, kind: str = "F32", extra: Mapping[str, Any] | None = None, **metadata: Any
+    ) -> Path:
+        path = tmp_path / "model.gguf"
+        writer = gguf.GGUFWriter(path, "llama")
+        _describe(writer, spec)
+        for key, value in metadata.items():
+            writer.add_key_value(key.replace("__", "."), value, gguf.GGUFValueType.get_type(value))
+        for role, array in tensors.items():
+            name = source_name(role, GGUF_NAMES)
+            if ".attention.q." in role or ".attention.k." in role:
+                array = permuted(array, array.shape[0] // spec.head_dim)
+            if array.ndim == 1:
+                writer.add_tensor(name, array)
+                continue
+            qtype = gguf.GGMLQuantizationType[kind]
+            writer.add_tensor(name, quantize(array, qtype), raw_dtype=qtype)
+        for name, array in (extra or {}).items():
+            writer.add_tensor(name, array)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path
+
+    return write
+
+
+def _describe(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
+    writer.add_block_count(spec.num_layers)
+    writer.add_context_length(spec.max_context)
+    writer.add_embedding_length(spec.hidden_size)
+    writer.add_feed_forward_length(spec.intermediate_size)
+    writer.add_head_count(spec.num_heads)
+    writer.add_head_count_kv(spec.num_kv_heads)
+    writer.add_layer_norm_rms_eps(spec.norm_epsilon)
+    writer.add_rope_freq_base(spec.rope.theta)
+    writer.add_rope_dimension_count(spec.rope.rotary_dim)
+
+
+def permuted(array: NDArray[Any], heads: int) -> NDArray[Any]:
+    """The converter's own formula: the two halves of each head's rows, interleaved."""
+    halves = array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(array.shape))
+
+
+SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+USER = "<tool>"
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog. I'll say it's 12345 times; WE'VE SAID SO!",
+    "  leading spaces,   inner   spaces and trailing ones   ",
+    "\ttabs\t\tand\nnew\n\nlines\r\nof\n   every kind \n",
+    "3.14159 1,000,000 0x1F ٣٤٥ ²³ ½ Ⅷ 2024-12-31T23:59:59",
+    "emoji 👩‍👩‍👧‍👦 🇩🇪 ☺️ 🤷🏽‍♀️",
+    "日本語のテキスト、中文字符。한국어 텍스트",
+    "العربية مع تَشْكِيل ועברית עם נִקּוּד",
+    "combining e\u0301 a\u0300\u0323 ñ n\u0303 Å A\u030a ﬁ",
+    "Donaudampfschifffahrtselektrizitätenhauptbetriebswerkbauunterbeamtengesellschaft" * 3,
+    "<|im_start|>user\nhi<|im_end|> and <|endoftext|>.<tool> <tool>x</tool> <|not_special|>",
+    "snake_case CamelCase kebab-case a/b\\c {[()]} a==b && c!=d // комментарий",
+    "\u00a0\u2003\u200b\ufeff zero width",
+    "'S 'T don’t 'RE",
+    "a",
+    " ",
+    "",
+]
+
+
+def cutting(pre: str) -> Any:
+    """The pre-tokenizer of the published tokenizers, by the library's own classes."""
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    after_split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    llama_3 = inspect.signature(TikTokenConverter.__init__).parameters["pattern"].default
+    split = {"llama-bpe": llama_3, "qwen2": PRETOKENIZE_REGEX}
+    if pre in split:
+        cut = pre_tokenizers.Split(Regex(split[pre]), "isolated")
+        return pre_tokenizers.Sequence([cut, after_split])
+    if pre in ("smollm", "starcoder"):
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), plain])
+    return plain
+
+
+def train(pre: str) -> Tokenizer:
+    """A byte-level BPE with real merges, trained on the corpus that it will be tried on."""
+    tokenizer = Tokenizer(models.BPE(ignore_merges=pre == "llama-bpe"))
+    tokenizer.pre_tokenizer = cutting(pre)
+    tokenizer.decoder = decoders.ByteLevel()
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, special_tokens=[*SPECIALS, USER], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS * 3, trainer)
+    document = json.loads(tokenizer.to_str())
+    for token in document["added_tokens"]:
+        token["special"] = token["content"] != USER
+    return Tokenizer.from_str(json.dumps(document))
+
+
+@pytest.fixture(scope="session")
+def corpus() -> list[str]:
+    return CORPUS
+
+
+@pytest.fixture(scope="session")
+def specials() -> list[str]:
+    """The special tokens of a trained tokenizer, ids 0 to 2; "<tool>" follows them and is not special."""
+    return SPECIALS
+
+
+@pytest.fixture(scope="session")
+def trained() -> Callable[[str], Tokenizer]:
+    """trained(pre): a fresh copy of the tokenizer whose text is cut as `tokenizer.ggml.pre` says."""
+    documents: dict[str, str] = {}
+
+    def copy(pre: str) -> Tokenizer:
+        if pre not in documents:
+            documents[pre] = train(pre).to_str()
+        return Tokenizer.from_str(documents[pre])
+
+    return copy
+
+
+@pytest.fixture(scope="session")
+def assert_same_tokens() -> Callable[[Tokenizer, Tokenizer], None]:
+    """Ids, tokens and decoded text of the whole corpus are the same."""
+
+    def check(ours: Tokenizer, original: Tokenizer) -> None:
+        for text in CORPUS:
+            expected = original.encode(text, add_special_tokens=False)
+            actual = ours.encode(text, add_special_tokens=False)
+            assert actual.tokens == expected.tokens
+            assert actual.ids == expected.ids
+            for skip in (True, False):
+                assert ours.decode(actual.ids, skip_special_tokens=skip) == original.decode(
+                    expected.ids, skip_special_tokens=skip
+                )
+
+    return check
+
+
+@pytest.fixture(scope="session")
+def vocabulary_960(weights: Weights) -> Weights:
+    """The weights, tied, with room for a trained tokenizer."""
+    body = {role: array for role, array in weights.items() if role != "head.weight"}
+    return body | {"embedding.weight": weights["embedding.weight"].repeat(20, axis=0)}

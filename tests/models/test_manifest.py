@@ -1,0 +1,147 @@
+"""A bundle is refused, before anything is loaded, when it is damaged, foreign or hostile."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagelet.models.errors import BundleError
+from pagelet.models.manifest import (
+    FileEntry,
+    Manifest,
+    Quantization,
+    TensorEntry,
+    TextSettings,
+    check_files,
+    hash_file,
+    load_manifest,
+)
+from pagelet.models.rope import RopeSpec
+from pagelet.models.spec import ModelSpec
+
+SPEC = ModelSpec("llama", 100, 64, 96, 2, 4, 2, 16, 64, 1e-5, RopeSpec(1e4, 16), tie_embeddings=True)
+CONTENT = {"model.onnx": b"graph", "model.weights": b"weights" * 9, "tokenizer.json": b"{}"}
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    for name, content in CONTENT.items():
+        (tmp_path / name).write_bytes(content)
+    manifest_of(tmp_path).save(tmp_path)
+    return tmp_path
+
+
+def manifest_of(folder: Path) -> Manifest:
+    return Manifest(
+        spec=SPEC,
+        quantization=Quantization("int4", "rtn", 32),
+        text=TextSettings(bos_token_id=1, eos_token_ids=(2, 3), special_tokens={"bos_token": "<s>"}),
+        files={
+            name: FileEntry(len(CONTENT[name]), hash_file(folder / name), weights=name == "model.weights")
+            for name in CONTENT
+        },
+        tensors={"embedding": TensorEntry("int4", (100, 64), 4000, 32, exact=True)},
+        source={"kind": "gguf", "name": "tiny.gguf"},
+    )
+
+
+def edit(bundle: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    path = bundle / "manifest.json"
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+
+
+def test_round_trip(bundle: Path) -> None:
+    manifest = load_manifest(bundle)
+    assert manifest == manifest_of(bundle)
+    check_files(bundle, manifest, weights=True)
+
+
+def test_the_fingerprint_follows_graph_and_weights_only(bundle: Path) -> None:
+    before = load_manifest(bundle).fingerprint
+    edit(bundle, lambda data: data["files"]["tokenizer.json"].update(sha256="0" * 64))
+    assert load_manifest(bundle).fingerprint == before
+    edit(bundle, lambda data: data["files"]["model.weights"].update(sha256="0" * 64))
+    assert load_manifest(bundle).fingerprint != before
+
+
+@pytest.mark.parametrize(
+    "path", ["../x", "/etc/passwd", "a/../../x", "a\\b", "C:x", "", ".", "a//b", "./a", "nul\0"]
+)
+def test_paths_that_leave_the_folder(bundle: Path, path: str) -> None:
+    edit(bundle, lambda data: data["files"].update({path: {"bytes": 1, "sha256": "0"}}))
+    with pytest.raises(BundleError, match="file path"):
+        load_manifest(bundle)
+
+
+def test_a_link_out_of_the_folder(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    outside = tmp_path_factory.mktemp("outside") / "graph"
+    outside.write_bytes(CONTENT["model.onnx"])
+    (bundle / "model.onnx").unlink()
+    (bundle / "model.onnx").symlink_to(outside)
+    with pytest.raises(BundleError, match=r"model\.onnx links to a file outside"):
+        check_files(bundle, load_manifest(bundle))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data.update(version=2), "version 2; this pagelet reads version 1: update"),
+        (lambda data: data.update(version=0), "export it again"),
+        (lambda data: data.update(version="1"), "'version' is '1'"),
+        (lambda data: data.update(format="zip"), "not a pagelet manifest"),
+        (lambda data: data.update(colour=1), "unknown key 'colour'"),
+        (lambda data: data.pop("files"), "no 'files'"),
+        (lambda data: data["files"].pop("model.onnx"), "graph 'model.onnx' is not among"),
+        (lambda data: data["files"].update(x=3), "expected an object"),
+        (lambda data: data["files"]["model.onnx"].update(size=3), "unknown key 'size'"),
+        (lambda data: data["files"]["model.onnx"].update(bytes="5"), "'bytes' is '5'"),
+        (lambda data: data.update(block_size=0), "block_size is 0"),
+        (lambda data: data["spec"].update(num_layers=-1), "num_layers is -1"),
+        (lambda data: data["spec"]["rope"].update(scaling="spiral"), "spiral"),
+        (lambda data: data["spec"]["rope"].pop("theta"), "theta"),
+        (lambda data: data["text"].update(eos_token_ids=[1, "2"]), "eos_token_ids"),
+    ],
+)
+def test_a_manifest_that_is_off(
+    bundle: Path, change: Callable[[dict[str, Any]], object], message: str
+) -> None:
+    edit(bundle, change)
+    with pytest.raises(BundleError, match=message):
+        load_manifest(bundle)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000, "null", '"x"'])
+def test_not_json_of_ours(bundle: Path, text: str) -> None:
+    (bundle / "manifest.json").write_text(text)
+    with pytest.raises(BundleError):
+        load_manifest(bundle)
+
+
+def test_not_a_bundle(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="not a bundle"):
+        load_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("name", CONTENT)
+def test_a_truncated_or_missing_file_is_named(bundle: Path, name: str) -> None:
+    (bundle / name).write_bytes(CONTENT[name][:-1])
+    with pytest.raises(BundleError, match=name):
+        check_files(bundle, load_manifest(bundle))
+    (bundle / name).unlink()
+    with pytest.raises(BundleError, match=f"{name} is missing"):
+        check_files(bundle, load_manifest(bundle))
+
+
+def test_small_files_are_hashed_always_and_the_weights_when_asked(bundle: Path) -> None:
+    manifest = load_manifest(bundle)
+    (bundle / "model.weights").write_bytes(CONTENT["model.weights"][::-1])
+    check_files(bundle, manifest)
+    with pytest.raises(BundleError, match=r"model\.weights does not have"):
+        check_files(bundle, manifest, weights=True)
+    (bundle / "tokenizer.json").write_bytes(b"[]")
+    with pytest.raises(BundleError, match=r"tokenizer\.json does not have"):
+        check_files(bundle, manifest)

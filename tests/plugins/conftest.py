@@ -1,0 +1,238 @@
+"""Sessions with PagedAttention nodes, and worlds of sequences to feed them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper
+
+import pagelet.plugins
+from pagelet.plugins import native, reference
+
+if folder := os.environ.get("PAGELET_TEST_OPS"):  # another build of the op library
+    pagelet.plugins.__path__.insert(0, folder)
+
+Array = npt.NDArray[Any]
+Span = tuple[int, int, int]  # sequence, first token, end token
+
+ROTARY_INPUTS = ("cos_cache", "sin_cache", "position_ids")
+INPUT_TYPES = {
+    "query": TensorProto.FLOAT,
+    "key": TensorProto.FLOAT,
+    "value": TensorProto.FLOAT,
+    "key_cache": TensorProto.FLOAT,
+    "value_cache": TensorProto.FLOAT,
+    "cumulative_sequence_length": TensorProto.INT32,
+    "past_seqlens": TensorProto.INT32,
+    "block_table": TensorProto.INT32,
+    "cos_cache": TensorProto.FLOAT,
+    "sin_cache": TensorProto.FLOAT,
+    "key_scale_cache": TensorProto.FLOAT,
+    "value_scale_cache": TensorProto.FLOAT,
+    "position_ids": TensorProto.INT64,
+}
+MAX_POSITIONS = 1200
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The attributes of a node, and which of the optional inputs it has."""
+
+    num_heads: int = 4
+    kv_num_heads: int = 2
+    head_size: int = 32
+    block_size: int = 16
+    scale: float = 0.0
+    softcap: float = 0.0
+    local_window_size: int = -1
+    rotary_dim: int = 0
+    rotary_interleaved: bool = False
+    rotary: bool = True
+    packed: bool = True
+    extra_inputs: tuple[str, ...] = ()
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        names = ("num_heads", "kv_num_heads", "scale", "softcap", "local_window_size", "rotary_dim")
+        return {name: getattr(self, name) for name in names} | {"rotary_interleaved": self.rotary_interleaved}
+
+    @property
+    def inputs(self) -> list[str]:
+        """Names by position; an absent optional input is empty."""
+        absent = {"key_scale_cache", "value_scale_cache"} - set(self.extra_inputs)
+        absent |= set() if self.rotary else set(ROTARY_INPUTS)
+        absent |= {"key", "value"} if self.packed else set()
+        return ["" if name in absent else name for name in INPUT_TYPES]
+
+
+@dataclass
+class Caches:
+    """The pool of a layer: NaN wherever nothing was written."""
+
+    key: Array
+    value: Array
+
+    def copy(self) -> Caches:
+        return Caches(self.key.copy(), self.value.copy())
+
+
+@dataclass
+class World:
+    """Sequences with random activations, spread over the pool in a random order of blocks."""
+
+    layer: Layer
+    lengths: Sequence[int]
+    seed: int = 0
+    unused_blocks: int = 3
+    qkv: list[Array] = field(init=False)
+    block_table: Array = field(init=False)
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(self.seed)
+        layer = self.layer
+        width = (layer.num_heads + 2 * layer.kv_num_heads) * layer.head_size
+        self.qkv = [rng.standard_normal((n, width), dtype=np.float32) for n in self.lengths]
+        counts = [-(-n // layer.block_size) for n in self.lengths]
+        self.blocks = sum(counts) + self.unused_blocks
+        physical = iter(rng.permutation(self.blocks).tolist())
+        self.block_table = np.full((len(counts), max(counts, default=0) + 1), -1, np.int32)
+        for row, count in zip(self.block_table, counts, strict=True):
+            row[:count] = [next(physical) for _ in range(count)]
+        half = (layer.rotary_dim or layer.head_size) // 2
+        angles = np.arange(MAX_POSITIONS)[:, None] * 10000.0 ** -(np.arange(half) / half)
+        self.cos, self.sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+    def caches(self) -> Caches:
+        shape = (self.blocks, self.layer.block_size, self.layer.kv_num_heads, self.layer.head_size)
+        return Caches(np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32))
+
+    def step(self, spans: Sequence[Span]) -> dict[str, Array]:
+        """The inputs (without the caches) of one step that runs these tokens of these sequences."""
+        layer = self.layer
+        rows = [self.qkv[s][begin:end] for s, begin, end in spans]
+        width = (layer.num_heads + 2 * layer.kv_num_heads) * layer.head_size
+        packed = np.concatenate(rows) if rows else np.empty((0, width), np.float32)
+        inputs: dict[str, Array] = {"query": packed}
+        if not layer.packed:
+            cuts = np.cumsum([layer.num_heads, layer.kv_num_heads]) * layer.head_size
+            parts = [np.ascontiguousarray(part) for part in np.split(packed, cuts, axis=1)]
+            inputs = dict(zip(("query", "key", "value"), parts, strict=True))
+        lengths = [end - begin for _, begin, end in spans]
+        inputs["cumulative_sequence_length"] = np.cumsum([0, *lengths]).astype(np.int32)
+        inputs["past_seqlens"] = np.array([begin for _, begin, _ in spans], np.int32)
+        inputs["block_table"] = self.block_table[[s for s, _, _ in spans]]
+        if layer.rotary:
+            ranges = [np.arange(begin, end) for _, begin, end in spans]
+            positions = np.concatenate(ranges) if ranges else np.empty(0)
+            inputs |= {"cos_cache": self.cos, "sin_cache": self.sin}
+            inputs["position_ids"] = positions.astype(np.int64)
+        return inputs
+
+    def reference(self, inputs: dict[str, Array], caches: Caches) -> Array:
+        return reference.paged_attention(
+            key_cache=caches.key, value_cache=caches.value, **inputs, **self.layer.attributes
+        )
+
+    def with_past(self, pasts: Sequence[int]) -> Caches:
+        """Caches in which the first tokens of each sequence are random, and all else is NaN."""
+        caches, rng = self.caches(), np.random.default_rng(self.seed + 1)
+        for table, past in zip(self.block_table, pasts, strict=True):
+            slots = reference.block_slots(table, np.arange(past), self.layer.block_size)
+            for cache in (caches.key, caches.value):
+                rows = cache.reshape(-1, *cache.shape[2:])
+                rows[slots] = rng.standard_normal((past, *cache.shape[2:]), dtype=np.float32)
+        return caches
+
+
+def build_model(layer: Layer, nodes: int) -> bytes:
+    """One node, or a chain in which each node takes the caches that the one before wrote."""
+    names = [name for name in layer.inputs if name]
+    key, value, chain = "key_cache", "value_cache", []
+    for i in range(nodes):
+        last = i == nodes - 1
+        key_out, value_out = ("key_cache_out", "value_cache_out") if last else (f"key_{i}", f"value_{i}")
+        inputs = [{"key_cache": key, "value_cache": value}.get(name, name) for name in layer.inputs]
+        outputs = [f"output_{i}", key_out, value_out]
+        chain.append(
+            helper.make_node(
+                "PagedAttention", inputs, outputs, f"/attn.{i}", domain="pagelet", **layer.attributes
+            )
+        )
+        key, value = key_out, value_out
+    rank = {"key_cache": 4, "value_cache": 4, "block_table": 2, "position_ids": 1, "past_seqlens": 1}
+    rank |= {"cumulative_sequence_length": 1, "key_scale_cache": 3, "value_scale_cache": 3}
+
+    def info(name: str, element: int, dimensions: int) -> Any:
+        return helper.make_tensor_value_info(name, element, [None] * dimensions)
+
+    graph = helper.make_graph(
+        chain,
+        "attention",
+        [info(name, INPUT_TYPES[name], rank.get(name, 2)) for name in names],
+        [info(f"output_{i}", TensorProto.FLOAT, 2) for i in range(nodes)]
+        + [info(f"{name}_cache_out", TensorProto.FLOAT, 4) for name in ("key", "value")],
+    )
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("pagelet", 1)]
+    model: bytes = helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
+    return model
+
+
+class AttentionSession:
+    """A session, run with the same OrtValue bound as each cache's input and output."""
+
+    def __init__(self, layer: Layer, threads: int, nodes: int) -> None:
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.log_severity_level = 4  # the tests look at the exceptions
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        native.register_ops(options)
+        self.session = ort.InferenceSession(build_model(layer, nodes), options, ["CPUExecutionProvider"])
+        self.nodes = nodes
+
+    def run(self, inputs: dict[str, Array], caches: Caches) -> Array:
+        """The output of the last node, [T, Hq * D]; `caches` are updated in place."""
+        binding = self.session.io_binding()
+        for name, array in inputs.items():
+            binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
+        pools = {"key_cache": caches.key, "value_cache": caches.value}
+        values = {name: ort.OrtValue.ortvalue_from_numpy(pool) for name, pool in pools.items()}
+        for name, pool in values.items():
+            binding.bind_ortvalue_input(name, pool)
+        for i in range(self.nodes):
+            binding.bind_output(f"output_{i}", "cpu")
+        for name, pool in values.items():
+            binding.bind_ortvalue_output(f"{name}_out", pool)
+        self.session.run_with_iobinding(binding)
+        for name, pool in pools.items():
+            pool[...] = values[name].numpy()
+        output: Array = binding.get_outputs()[self.nodes - 1].numpy()
+        return output
+
+
+@lru_cache(maxsize=512)
+def open_session(layer: Layer, threads: int = 1, nodes: int = 1) -> AttentionSession:
+    return AttentionSession(layer, threads, nodes)
+
+
+@pytest.fixture(scope="session")
+def attention() -> Callable[..., AttentionSession]:
+    """Opens a session for a layer: ``attention(layer, threads=1, nodes=1)``."""
+    return open_session
+
+
+@pytest.fixture(scope="session")
+def make_layer() -> type[Layer]:
+    return Layer
+
+
+@pytest.fixture(scope="session")
+def make_world() -> type[World]:
+    return World

@@ -1,0 +1,151 @@
+"""Every wrong input is an exception that says what is wrong, and the session works afterwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+LENGTHS = [(30, 4), (0, 9)]
+BLOCK = 16
+
+
+@pytest.fixture(scope="module")
+def case(make_layer: Any, make_world: Any) -> tuple[Any, Any]:
+    world = make_world(make_layer(block_size=BLOCK), [past + new for past, new in LENGTHS])
+    return world, world.with_past([past for past, _ in LENGTHS])
+
+
+def step_of(world: Any) -> dict[str, Any]:
+    step: dict[str, Any] = world.step([(s, past, past + new) for s, (past, new) in enumerate(LENGTHS)])
+    return {name: array.copy() for name, array in step.items()}
+
+
+def fails(session: Any, step: dict[str, Any], caches: Any, message: str) -> None:
+    """The run raises `message`, leaves the caches alone, and a good run follows."""
+    before = caches.copy()
+    with pytest.raises(Exception, match=message):
+        session.run(step, caches)
+    np.testing.assert_array_equal(caches.key, before.key)
+    np.testing.assert_array_equal(caches.value, before.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "index", "value", "message"),
+    [
+        ("cumulative_sequence_length", 0, 1, r"cumulative_sequence_length\[0\] is 1, expected 0"),
+        ("cumulative_sequence_length", 1, -1, r"cumulative_sequence_length\[1\] is -1, expected at least"),
+        ("cumulative_sequence_length", 1, 14, r"cumulative_sequence_length\[2\] is 13, expected .* 14"),
+        (
+            "cumulative_sequence_length",
+            2,
+            12,
+            r"cumulative_sequence_length\[2\] is 12, expected .* tokens, 13",
+        ),
+        ("past_seqlens", 0, -1, r"past_seqlens\[0\] is -1, expected at least 0"),
+        ("past_seqlens", 1, 2**31 - 1, r"past_seqlens\[1\] is 2147483647, .* at most 64"),
+        ("past_seqlens", 1, 60, r"past_seqlens\[1\] is 60, expected with its 9 new tokens at most 64"),
+        ("block_table", (0, 0), -1, r"block_table\[0\] is -1, .*sequence 0 needs its block 0"),
+        ("block_table", (0, 2), 1000, r"block_table\[2\] is 1000, expected at least 0 and less than"),
+        ("block_table", (1, 0), -(2**31), r"block_table\[4\] is -2147483648"),
+        ("position_ids", 3, -1, r"position_ids\[3\] is -1"),
+        ("position_ids", 12, 2**40, r"position_ids\[12\] is 1099511627776, .* less than 1200 .rows"),
+    ],
+)
+def test_wrong_index(attention: Any, case: Any, name: str, index: Any, value: int, message: str) -> None:
+    world, caches = case
+    session, step = attention(world.layer), step_of(world)
+    step[name][index] = value
+    fails(session, step, caches.copy(), message)
+    good = session.run(step_of(world), caches.copy())
+    np.testing.assert_allclose(good, world.reference(step_of(world), caches.copy()), atol=1e-5)  # as float32
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("query", (13, 100), r"query has shape \[13, 100\], expected \[any, 256\]"),
+        ("past_seqlens", (3,), r"cumulative_sequence_length has shape \[3\], expected \[4\]"),
+        ("block_table", (1, 4), r"block_table has shape \[1, 4\], expected \[2, any\]"),
+        ("cos_cache", (1200, 7), r"cos_cache has shape \[1200, 7\], expected \[any, 16\]"),
+        ("sin_cache", (10, 16), r"sin_cache has shape \[10, 16\], expected \[1200, 16\]"),
+        ("position_ids", (12,), r"position_ids has shape \[12\], expected \[13\]"),
+    ],
+)
+def test_wrong_shape(attention: Any, case: Any, name: str, shape: tuple[int, ...], message: str) -> None:
+    world, caches = case
+    step = step_of(world)
+    step[name] = np.zeros(shape, step[name].dtype)
+    fails(attention(world.layer), step, caches.copy(), message)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c.key[:, :, :1], r"key_cache has shape .* expected \[any, any, 2, any\]"),
+        (lambda c: c.key[..., :12], "head size .* is 12, expected a multiple of 8 up to 256"),
+        (lambda c: np.zeros((2, 16, 2, 264), np.float32), "head size .* is 264"),
+        (lambda c: c.key[:, :0], "blocks of 0 tokens"),
+    ],
+)
+def test_wrong_key_cache(attention: Any, case: Any, change: Any, message: str) -> None:
+    world, caches = case
+    changed = caches.copy()
+    changed.key = np.ascontiguousarray(change(changed))
+    changed.value = changed.key.copy()
+    fails(attention(world.layer), step_of(world), changed, message)
+
+
+def test_value_cache_unlike_key_cache(attention: Any, case: Any) -> None:
+    world, caches = case
+    changed = caches.copy()
+    changed.value = np.ascontiguousarray(changed.value[1:])
+    fails(attention(world.layer), step_of(world), changed, "value_cache has shape")
+
+
+def test_caches_not_bound_in_place(attention: Any, case: Any) -> None:
+    world, caches = case
+    feeds = step_of(world) | {"key_cache": caches.key.copy(), "value_cache": caches.value.copy()}
+    with pytest.raises(Exception, match="bind the same OrtValue as cache input and cache output"):
+        attention(world.layer).session.run(None, feeds)
+
+
+@pytest.mark.parametrize("name", ["key_scale_cache", "value_scale_cache"])
+def test_scales_with_a_float_cache(attention: Any, make_layer: Any, make_world: Any, name: str) -> None:
+    world = make_world(make_layer(extra_inputs=(name,)), [3])
+    step = world.step([(0, 0, 3)])
+    step[name] = np.ones((world.blocks, world.layer.block_size, 2), np.float32)
+    fails(attention(world.layer), step, world.caches(), "belong to INT8 and FP8 caches")
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({"num_heads": 3}, "num_heads is 3 and kv_num_heads is 2"),
+        ({"kv_num_heads": 0}, "kv_num_heads is 0"),
+        ({"local_window_size": -2}, "local_window_size is -2"),
+        ({"rotary_dim": 3}, "rotary_dim is 3"),
+        ({"scale": -1.0}, "scale is not finite and positive"),
+        ({"softcap": float("nan")}, "softcap is not finite and positive"),
+    ],
+)
+def test_wrong_attribute(attention: Any, make_layer: Any, attributes: dict[str, Any], message: str) -> None:
+    with pytest.raises(Exception, match=message):
+        attention(make_layer(**attributes))
+
+
+def test_rotary_dim_larger_than_the_head(attention: Any, make_layer: Any, make_world: Any) -> None:
+    world = make_world(make_layer(rotary_dim=64), [3])
+    fails(
+        attention(world.layer), world.step([(0, 0, 3)]), world.caches(), "rotary_dim is 64, .* head size 32"
+    )
+
+
+def test_wrong_element_type_is_refused_by_the_host(attention: Any, case: Any) -> None:
+    world, caches = case
+    step = step_of(world)
+    step["past_seqlens"] = step["past_seqlens"].astype(np.int64)
+    feeds = step | {"key_cache": caches.key, "value_cache": caches.value}
+    with pytest.raises(Exception, match="Unexpected input data type"):
+        attention(world.layer).session.run(None, feeds)

@@ -1,0 +1,174 @@
+import numpy as np
+import pytest
+from fake_backend import FakeBackend, greedy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagelet.runtime.batch import StepBuffers
+from pagelet.runtime.block_pool import BlockPool, BlockTable
+from pagelet.runtime.scheduler import Run, Scheduler, Sequence
+
+CONTEXT = 40
+
+
+class Job(Sequence):
+    """A sequence that takes the likeliest token until it has `reply` of them."""
+
+    def __init__(self, prompt: list[int], reply: int, table: BlockTable, rank: tuple[int, int]) -> None:
+        super().__init__(list(prompt), table, rank)
+        self.prompt, self.reply = prompt, reply
+
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[len(self.prompt) :]
+
+
+class Bench:
+    """A scheduler with a fake backend, stepped by hand; every step is checked."""
+
+    def __init__(
+        self, num_blocks: int = 16, block_size: int = 4, max_sequences: int = 4, budget: int = 8
+    ) -> None:
+        self.pool = BlockPool(num_blocks, block_size)
+        self.backend = FakeBackend(num_blocks=num_blocks, block_size=block_size, max_context=CONTEXT)
+        self.scheduler: Scheduler[Job] = Scheduler(
+            self.pool, max_sequences=max_sequences, max_step_tokens=budget
+        )
+        self.max_sequences, self.budget = max_sequences, budget
+        self.max_blocks = self.pool.blocks_for(CONTEXT)
+        self.buffers = StepBuffers(
+            max_tokens=budget, max_sequences=max_sequences, max_blocks=self.max_blocks, max_context=CONTEXT
+        )
+        self.jobs: list[Job] = []
+
+    def add(self, prompt: list[int], reply: int, priority: int = 0) -> Job:
+        table = BlockTable(self.pool, self.max_blocks)
+        job = Job(prompt, reply, table, (-priority, len(self.jobs)))
+        self.jobs.append(job)
+        self.scheduler.add(job)
+        return job
+
+    def step(self) -> list[Run[Job]]:
+        runs = self.scheduler.schedule()
+        self.check(runs)
+        if runs:
+            logits = iter(self.backend.run(self.buffers.fill(runs)))
+            for run in runs:
+                if run.num_logits:
+                    run.sequence.tokens.append(int(next(logits).argmax()))
+                if len(run.sequence.generated) == run.sequence.reply:
+                    self.scheduler.remove(run.sequence)
+        self.pool.check_integrity([job.table for job in self.jobs])
+        return runs
+
+    def check(self, runs: list[Run[Job]]) -> None:
+        assert sum(run.count for run in runs) <= self.budget
+        assert len(self.scheduler.running) <= self.max_sequences
+        assert len({run.sequence for run in runs}) == len(runs)
+        for queue in (self.scheduler.running, self.scheduler.waiting):
+            assert queue == sorted(queue, key=lambda job: job.rank)
+        # All that generate are in the step, before any prompt.
+        generating = [run.past > 0 and run.num_logits == run.count == 1 for run in runs]
+        assert generating == sorted(generating, reverse=True)
+        served = {run.sequence for run in runs}
+        assert all(job in served for job in self.scheduler.running if job.num_unread == 1 and job.generated)
+        if self.scheduler.running:
+            assert self.scheduler.running[0] in served, "the first in rank does not advance"
+
+    def run(self, limit: int = 10_000) -> None:
+        for _ in range(limit):
+            if not self.step():
+                return
+        pytest.fail("the scheduler does not come to an end")
+
+
+JOBS = st.lists(
+    st.tuples(
+        st.integers(1, 30),  # prompt
+        st.integers(1, 10),  # reply
+        st.integers(0, 1),  # priority
+        st.integers(0, 4),  # steps until the next arrival
+        st.sampled_from([None, None, None, 0, 2]),  # steps until it is cancelled
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(JOBS, st.integers(10, 24), st.integers(1, 5), st.integers(0, 12))
+def test_any_schedule_gives_each_sequence_its_own_tokens(
+    jobs: list[tuple[int, int, int, int, int | None]], num_blocks: int, max_sequences: int, extra: int
+) -> None:
+    bench = Bench(num_blocks=num_blocks, max_sequences=max_sequences, budget=max_sequences + extra)
+    cancelled = set()
+    for number, (prompt, reply, priority, gap, cancel) in enumerate(jobs):
+        job = bench.add([(7 * number + 3 * i) % 320 for i in range(prompt)], reply, priority)
+        for step in range(gap + 1):
+            if step == cancel and len(job.generated) < reply:
+                bench.scheduler.remove(job)
+                cancelled.add(job)
+                cancel = None
+            bench.step()
+    bench.run()
+    assert bench.pool.num_used == 0
+    for job in bench.jobs:
+        expected = greedy(job.prompt, job.reply, 320)
+        assert job.generated == (expected[: len(job.generated)] if job in cancelled else expected)
+
+
+def test_a_long_prompt_is_read_in_chunks_and_stalls_nobody() -> None:
+    bench = Bench(budget=8, num_blocks=32)
+    short = bench.add([1, 2], reply=12)
+    bench.step()
+    bench.add(list(range(30)), reply=2)
+    for _ in range(5):
+        before = len(short.generated)
+        bench.step()
+        assert len(short.generated) == before + 1
+    assert list(bench.backend.batches)[1:6] == [(1, 7), (1, 7), (1, 7), (1, 7), (1, 2)]
+
+
+def test_the_newest_is_preempted_and_comes_back_with_the_same_tokens() -> None:
+    bench = Bench(num_blocks=10, max_sequences=4, budget=16)
+    jobs = [bench.add([10 * i, 1, 2], reply=24) for i in range(3)]
+    finished: list[Job] = []
+    while runs := bench.step():
+        finished += [run.sequence for run in runs if len(run.sequence.generated) == 24]
+    assert bench.scheduler.num_preempted > 0
+    assert finished[0] is jobs[0]
+    for job in jobs:
+        assert job.generated == greedy(job.prompt, 24, 320)
+
+
+def test_first_come_first_served_and_priority_before_that() -> None:
+    bench = Bench(max_sequences=1, budget=4)
+    jobs = [bench.add([i], reply=1, priority=priority) for i, priority in enumerate([0, 0, 5])]
+    order = [bench.step()[0].sequence for _ in range(3)]
+    assert order == [jobs[2], jobs[0], jobs[1]]
+
+
+def test_a_newcomer_waits_until_its_whole_prompt_fits() -> None:
+    bench = Bench(num_blocks=10, budget=16)
+    bench.add(list(range(24)), reply=2)
+    late = bench.add(list(range(20)), reply=2)
+    bench.step()
+    assert bench.scheduler.waiting == [late]
+    bench.run()
+    assert bench.scheduler.num_preempted == 0
+    assert late.generated == greedy(late.prompt, 2, 320)
+
+
+def test_buffers_are_reused_and_hold_what_the_contract_says() -> None:
+    bench = Bench(num_blocks=16, block_size=4, budget=8)
+    bench.add([5, 6, 7, 8, 9], reply=3)
+    bench.add(list(range(20)), reply=1)
+    runs = bench.scheduler.schedule()
+    batch = bench.buffers.fill(runs)
+    assert batch.input_ids.tolist() == [5, 6, 7, 8, 9, 0, 1, 2]
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert batch.cumulative_sequence_length.tolist() == [0, 5, 8]
+    assert batch.past_seqlens.tolist() == [0, 0]
+    assert batch.logits_indices.tolist() == [4]
+    assert batch.block_tables[0].tolist() == [[0, 1, *[-1] * 8], [2, *[-1] * 9]]
+    assert np.shares_memory(bench.buffers.fill(runs).input_ids, batch.input_ids)

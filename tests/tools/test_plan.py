@@ -1,0 +1,92 @@
+"""The arithmetic of memory, against known cases and against real bundles."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pagelet.models.cache import CACHE_TYPES, cache_bytes_per_token
+from pagelet.models.errors import UnsupportedError
+from pagelet.models.manifest import load_manifest
+from pagelet.models.rope import RopeSpec
+from pagelet.models.spec import ModelSpec
+from pagelet.tools.cli import main
+from pagelet.tools.devices import DEVICES
+from pagelet.tools.plan import WEIGHT_TYPES, plan, weight_bytes
+
+LLAMA_70B = ModelSpec(
+    "llama", 128_256, 8192, 28_672, 80, 64, 8, 128, 131_072, 1e-5, RopeSpec(5e5, 128), tie_embeddings=False
+)
+
+
+def test_the_known_case() -> None:
+    """80 layers, 8 KV heads of 128, 16 × 8,192 tokens at 2 bytes: 40 GiB exactly."""
+    made = plan(LLAMA_70B, 1 << 40, cache_type="f16", context=8192, sequences=16)
+    assert made.cache_bytes == 42_949_672_960 == 40 << 30
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("f32", 655_360), ("f16", 327_680), ("int8", 168_960), ("fp8", 168_960)]
+)
+def test_bytes_per_token(name: str, expected: int) -> None:
+    assert cache_bytes_per_token(LLAMA_70B, name) == expected
+
+
+def test_an_unknown_cache_type_is_named() -> None:
+    with pytest.raises(UnsupportedError, match="'f8'"):
+        cache_bytes_per_token(LLAMA_70B, "f8")
+
+
+def test_weights_of_a_70b_model() -> None:
+    """70.55 billion parameters; 5 bits each with scale and minimum in groups of 32."""
+    assert weight_bytes(LLAMA_70B, "bf16") == pytest.approx(2 * 70.55e9, rel=1e-3)
+    assert weight_bytes(LLAMA_70B, "int4") == pytest.approx(70.55e9 * 5 / 8, rel=1e-3)
+
+
+def test_the_plan_of_a_bundle_is_the_bundle(smollm2_int4: Path) -> None:
+    manifest = load_manifest(smollm2_int4)
+    stored = sum(entry.bytes for entry in manifest.tensors.values())
+    norms = sum(4 * shape[0] for _, shape in manifest.spec.weight_shapes() if len(shape) == 1)
+    assert weight_bytes(manifest.spec, "int4") == stored + norms
+
+
+def test_what_fits_is_what_is_left_beside_the_weights() -> None:
+    weights = weight_bytes(LLAMA_70B, "int4")
+    per_token = cache_bytes_per_token(LLAMA_70B, "f16")
+    made = plan(LLAMA_70B, weights + 1000 * per_token + 7, context=500, sequences=2)
+    assert (made.max_tokens, made.max_sequences, made.fits) == (1000, 2, True)
+    assert not plan(LLAMA_70B, weights + 1000 * per_token - 1, context=500, sequences=2).fits
+    assert plan(LLAMA_70B, weights - 1).max_tokens == 0
+
+
+def test_a_batch_shares_the_weights() -> None:
+    one = plan(LLAMA_70B, 1 << 40, context=1, bandwidth=1e12).decode_tokens_per_second
+    many = plan(LLAMA_70B, 1 << 40, context=1, sequences=8, bandwidth=1e12).decode_tokens_per_second
+    assert one is not None
+    assert many is not None
+    assert one == pytest.approx(1e12 / weight_bytes(LLAMA_70B, "int4"), rel=0.02)  # the table is not read
+    assert many == pytest.approx(8 * one, rel=1e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=lambda device: device.name)
+def test_devices_are_plausible(device: object) -> None:
+    from pagelet.tools.devices import Device
+
+    assert isinstance(device, Device)
+    assert 4 << 30 <= device.usable < device.memory <= 128 << 30
+    assert 40e9 < device.bandwidth < 2e12
+
+
+def test_command_line_from_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(architectures=["LlamaForCausalLM"])
+    (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
+    arguments = ["plan", str(tmp_path), "--device", "orin-nano", "--context", "2048", "--kv", "int8"]
+    assert main([*arguments, "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["context"] == 2048
+    assert set(made["weight_bytes"]) == set(WEIGHT_TYPES)
+    assert set(made["cache_bytes_per_token"]) == set(CACHE_TYPES)
+    assert main(arguments) == 0
+    assert "Jetson Orin Nano" in capsys.readouterr().out

@@ -1,0 +1,91 @@
+"""`pagelet plan`: what fits into a device and how fast it can be at most, before anything is loaded."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from pagelet.models.cache import CACHE_TYPES
+from pagelet.models.errors import CheckpointError, InputError
+from pagelet.models.manifest import MANIFEST_NAME, load_manifest
+from pagelet.models.spec import ModelSpec, spec_from_config
+from pagelet.runtime.config import parse_size
+from pagelet.tools.cli import common
+from pagelet.tools.devices import DEVICES
+from pagelet.tools.plan import WEIGHT_TYPES, Plan, plan
+
+
+def add_parsers(commands: Any) -> None:
+    parser = commands.add_parser("plan", help="what fits into a device", description=__doc__)
+    parser.add_argument("source", type=Path, metavar="SRC|BUNDLE", help="a config.json suffices")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--memory", metavar="SIZE", help="bytes for weights and cache, such as 8GiB")
+    where.add_argument("--device", choices=sorted(DEVICES), help="a known device")
+    parser.add_argument("--weights", choices=WEIGHT_TYPES, default="int4", help="default: %(default)s")
+    parser.add_argument("--kv", choices=sorted(CACHE_TYPES), default="f32", help="cache type; default: f32")
+    parser.add_argument("--context", type=int, metavar="N", help="tokens of a sequence; default: the model's")
+    parser.add_argument("--sequences", type=int, default=1, metavar="M", help="at once; default: 1")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    for name in ("context", "sequences"):
+        value = getattr(args, name)
+        if value is not None and not 1 <= value <= 1 << 24:
+            raise InputError(f"--{name} is {value}; expected 1 to {1 << 24}.")
+    device = DEVICES.get(args.device)
+    made = plan(
+        read_spec(args.source),
+        device.usable if device else parse_size(args.memory, "--memory"),
+        weights=args.weights,
+        cache_type=args.kv,
+        context=args.context,
+        sequences=args.sequences,
+        bandwidth=device.bandwidth if device else None,
+    )
+    print(json.dumps(made.to_json(), indent=1) if args.json else _table(made, device.title if device else None))
+
+
+def read_spec(source: Path) -> ModelSpec:
+    """The spec of a bundle, a checkpoint, or a folder (or file) with nothing but config.json."""
+    if (source / MANIFEST_NAME).is_file():
+        return load_manifest(source).spec
+    config = source / "config.json" if source.is_dir() else source
+    if config.suffix != ".json":
+        from pagelet.exporter.checkpoint import open_checkpoint
+
+        with open_checkpoint(source) as checkpoint:
+            return checkpoint.spec
+    try:
+        data = json.loads(common.read_text(config))
+    except ValueError as error:
+        if isinstance(error, InputError):
+            raise
+        raise CheckpointError(f"{config} is not valid JSON: {error}.") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{config} holds no JSON object; expected a Hugging Face config.")
+    return spec_from_config(data)
+
+
+def _table(made: Plan, device: str | None) -> str:
+    need = made.weight_bytes[made.weights] + made.cache_bytes
+    rows = [
+        ("device", device or "as given"),
+        ("memory for the model", _gib(made.memory)),
+        *((f"weights {kind}", _gib(size)) for kind, size in made.weight_bytes.items()),
+        *((f"cache {kind}, per token", f"{size:,} bytes") for kind, size in made.cache_bytes_per_token.items()),
+        (
+            "asked for",
+            f"{made.weights} weights + {made.sequences} × {made.context:,} tokens of {made.cache_type} cache",
+        ),
+        ("needs", f"{_gib(need)}: {'fits' if made.fits else 'does NOT fit'}"),
+        ("at most", f"{made.max_tokens:,} tokens of cache, {made.max_sequences} × {made.context:,}"),
+    ]
+    if made.decode_tokens_per_second is not None:
+        rows.append(("decode, upper bound", f"{made.decode_tokens_per_second:,.0f} tokens/s in all"))
+    return common.table(rows)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:,.2f} GiB"

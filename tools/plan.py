@@ -1,0 +1,104 @@
+"""What fits into a device, and how fast it can be at most: arithmetic on a model's spec, nothing loaded."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pagelet.models.cache import CACHE_TYPES, cache_bytes_per_token
+from pagelet.models.spec import ModelSpec
+from pagelet.plugins.packing import LinearFormat
+
+# Bytes of one weight matrix [out, in] in each type that a plan can compare.
+_FORMATS = {
+    "int4": LinearFormat(4, 32, asymmetric=True),
+    "int4-symmetric": LinearFormat(4, 32, asymmetric=False),
+    "int8": LinearFormat(8, 32, asymmetric=False),
+}
+_PLAIN = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+WEIGHT_TYPES = (*_FORMATS, *_PLAIN)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Of one model in one memory; bytes, tokens, and upper bounds of speed.
+
+    Attributes:
+        weight_bytes: of each weight type.
+        cache_bytes_per_token: of each cache type.
+        weights, cache_type: what the following numbers are for.
+        cache_bytes: the cache of `sequences` × `context` tokens.
+        fits: weights and that cache are within `memory`.
+        max_tokens: tokens of cache beside the weights, over all sequences; 0 where the weights alone are too large.
+        decode_tokens_per_second: of all sequences together, if every byte came at full bandwidth once a step.
+    """
+
+    weight_bytes: dict[str, int]
+    cache_bytes_per_token: dict[str, int]
+    weights: str
+    cache_type: str
+    context: int
+    sequences: int
+    memory: int
+    cache_bytes: int
+    fits: bool
+    max_tokens: int
+    max_sequences: int
+    decode_tokens_per_second: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def weight_bytes(spec: ModelSpec, kind: str) -> int:
+    """Bytes of the weights file: matrices in `kind`, norms and biases in float32."""
+    return sum(_tensor_bytes(shape, kind) for _, shape in spec.weight_shapes())
+
+
+def _tensor_bytes(shape: tuple[int, ...], kind: str) -> int:
+    if len(shape) == 1:
+        return 4 * shape[0]
+    rows, columns = shape
+    if kind in _PLAIN:
+        return rows * columns * _PLAIN[kind]
+    # Inputs that do not divide into groups are refused by the exporter; a plan rounds them up.
+    format = _FORMATS[kind]
+    return format.packed_bytes(-(-columns // format.group_size) * format.group_size, rows)
+
+
+def plan(
+    spec: ModelSpec,
+    memory: int,
+    *,
+    weights: str = "int4",
+    cache_type: str = "f16",
+    context: int | None = None,
+    sequences: int = 1,
+    bandwidth: float | None = None,
+) -> Plan:
+    """Plan `sequences` of `context` tokens each in `memory` bytes; `bandwidth` in bytes per second."""
+    context = min(context or spec.max_context, spec.max_context)
+    held, per_token = weight_bytes(spec, weights), cache_bytes_per_token(spec, cache_type)
+    cache = per_token * context * sequences
+    max_tokens = max(memory - held, 0) // per_token
+    rate = None
+    if bandwidth:
+        rate = sequences * bandwidth / (_bytes_read(spec, weights) + cache)
+    return Plan(
+        weight_bytes={kind: weight_bytes(spec, kind) for kind in WEIGHT_TYPES},
+        cache_bytes_per_token={name: cache_bytes_per_token(spec, name) for name in CACHE_TYPES},
+        weights=weights,
+        cache_type=cache_type,
+        context=context,
+        sequences=sequences,
+        memory=memory,
+        cache_bytes=cache,
+        fits=held + cache <= memory,
+        max_tokens=max_tokens,
+        max_sequences=max_tokens // context,
+        decode_tokens_per_second=rate,
+    )
+
+
+def _bytes_read(spec: ModelSpec, kind: str) -> int:
+    """Bytes of weights that one step reads: all but an embedding table that is not the head too."""
+    table = 0 if spec.tie_embeddings else _tensor_bytes((spec.vocab_size, spec.hidden_size), kind)
+    return weight_bytes(spec, kind) - table
