@@ -19,6 +19,7 @@ from pagelet.plugins.packing import LinearFormat
 
 GRAPH_NAME = "model.onnx"
 
+
 def _silent(done: int, total: int, name: str) -> None:
     """Progress for callers who want none."""
 

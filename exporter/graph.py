@@ -5,6 +5,7 @@ knows which sequence a row belongs to. Node names read as paths: /layers.3/atten
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import onnx_ir as ir
@@ -23,8 +24,9 @@ def build_graph(spec: ModelSpec, weights: StoredWeights, block_size: int, folder
     """The whole model as ONNX; its weights stay in `folder`/model.weights.
 
     Inputs: input_ids, position_ids int64 [T]; cumulative_sequence_length int32 [S+1]; past_seqlens
-    int32 [S]; block_table_0 int32 [S, max_blocks]; logits_indices int64 [R]; key_cache.i, value_cache.i
-    float32 [blocks, block_size, num_kv_heads, head_dim]. Outputs: logits float32 [R, vocab] and the
+    int32 [S]; block_table_g int32 [S, max_blocks] for each group of layers with the same window;
+    logits_indices int64 [R]; key_cache.i, value_cache.i float32 [blocks, block_size, num_kv_heads,
+    head_dim]. Outputs: logits float32 [R, vocab] and the
     caches, to be bound to the very buffers of the inputs.
     """
     build = _Builder(weights, folder)
@@ -40,7 +42,7 @@ def build_graph(spec: ModelSpec, weights: StoredWeights, block_size: int, folder
 def _decoder(build: "_Builder", spec: ModelSpec, block_size: int) -> ir.Value:
     """Token ids to the normed hidden states [T, hidden] before the head."""
     linears = build.weights.linears
-    step = _attention_inputs(build, spec)
+    step = _step_inputs(build, spec)
     residual = build.embedding(build.input("input_ids", "INT64", ["T"]), linears["embedding"], "/embedding")
     hidden = build.norm(residual, "layers.0.attention.norm", spec)
     for layer in range(spec.num_layers):
@@ -59,12 +61,26 @@ def _decoder(build: "_Builder", spec: ModelSpec, block_size: int) -> ir.Value:
     return hidden
 
 
-def _attention_inputs(build: "_Builder", spec: ModelSpec) -> tuple[ir.Value, ...]:
+@dataclass(frozen=True)
+class _Step:
     """What all layers share: which rows are whose, where the blocks are, and the rotation."""
-    return (
+
+    cumulative_sequence_length: ir.Value
+    past_seqlens: ir.Value
+    block_tables: tuple[ir.Value, ...]  # one for each group of layers with the same window
+    cos: ir.Value
+    sin: ir.Value
+    position_ids: ir.Value
+
+
+def _step_inputs(build: "_Builder", spec: ModelSpec) -> _Step:
+    return _Step(
         build.input("cumulative_sequence_length", "INT32", ["S_plus_1"]),
         build.input("past_seqlens", "INT32", ["S"]),
-        build.input("block_table_0", "INT32", ["S", "max_blocks"]),
+        tuple(
+            build.input(f"block_table_{group}", "INT32", ["S", f"max_blocks_{group}"])
+            for group in range(len(spec.window_groups))
+        ),
         build.stored(build.weights.vectors["rope.cos"]),
         build.stored(build.weights.vectors["rope.sin"]),
         build.input("position_ids", "INT64", ["T"]),
@@ -72,13 +88,22 @@ def _attention_inputs(build: "_Builder", spec: ModelSpec) -> tuple[ir.Value, ...
 
 
 def _attention(
-    build: "_Builder", spec: ModelSpec, qkv: ir.Value, step: tuple[ir.Value, ...], layer: int, block_size: int
+    build: "_Builder", spec: ModelSpec, qkv: ir.Value, step: _Step, layer: int, block_size: int
 ) -> ir.Value:
-    shape: list[int | str] = ["blocks", block_size, spec.num_kv_heads, spec.head_dim]
-    caches = [build.input(f"{kind}_cache.{layer}", "FLOAT", shape) for kind in ("key", "value")]
-    *before, position_ids = step
+    group = spec.group_of(layer)
+    shape: list[int | str] = [f"blocks_{group}", block_size, spec.num_kv_heads, spec.head_dim]
+    key_cache, value_cache = (
+        build.input(f"{kind}_cache.{layer}", "FLOAT", shape) for kind in ("key", "value")
+    )
+    shared = [
+        step.cumulative_sequence_length,
+        step.past_seqlens,
+        step.block_tables[group],
+        step.cos,
+        step.sin,
+    ]
     return build.attention(
-        [qkv, None, None, *caches, *before, None, None, position_ids],
+        [qkv, None, None, key_cache, value_cache, *shared, None, None, step.position_ids],
         cache_outputs=[f"{kind}_cache_out.{layer}" for kind in ("key", "value")],
         cache_shape=shape,
         name=f"/layers.{layer}/attention/paged",
@@ -86,6 +111,7 @@ def _attention(
         kv_num_heads=spec.num_kv_heads,
         scale=spec.head_dim**-0.5,
         rotary_dim=spec.rope.rotary_dim,
+        local_window_size=spec.window_groups[group] or -1,
     )
 
 

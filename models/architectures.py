@@ -51,6 +51,7 @@ class Architecture:
         hf_names: role to module name in a Hugging Face checkpoint.
         ignored: endings of tensors that a checkpoint may hold and the model does not use.
         activations: values of `hidden_act` that it knows.
+        windows: config.json may limit what a layer attends to (`sliding_window`, `layer_types`).
         gguf_permutes_rotary: GGUF stores q and k rows paired for interleaved rotation.
     """
 
@@ -60,6 +61,7 @@ class Architecture:
     hf_names: dict[str, str] = field(hash=False)
     ignored: tuple[str, ...] = ()
     activations: tuple[str, ...] = ("silu",)
+    windows: bool = False
     gguf_permutes_rotary: bool = False
 
 
@@ -72,11 +74,20 @@ ARCHITECTURES = (
         ignored=("rotary_emb.inv_freq",),
         gguf_permutes_rotary=True,
     ),
+    Architecture(
+        name="mistral",
+        hf_classes=("MistralForCausalLM", "MinistralForCausalLM"),
+        gguf_name="",  # Mistral's GGUF files call themselves llama
+        hf_names=_LLAMA_NAMES,
+        windows=True,
+    ),
 )
 
 
 def _known() -> str:
-    return ", ".join(f"{row.hf_classes[0]} (GGUF {row.gguf_name!r})" for row in ARCHITECTURES)
+    names = [*(name for row in ARCHITECTURES for name in row.hf_classes)]
+    gguf = [row.gguf_name for row in ARCHITECTURES if row.gguf_name]
+    return f"{', '.join(names)}; in GGUF files {', '.join(gguf)}"
 
 
 def architecture_by_name(name: str) -> Architecture:
@@ -99,6 +110,6 @@ def architecture_of_hf(classes: object) -> Architecture:
 def architecture_of_gguf(name: str) -> Architecture:
     """The row that serves a GGUF file's `general.architecture`."""
     for row in ARCHITECTURES:
-        if row.gguf_name == name:
+        if name and row.gguf_name == name:
             return row
     raise UnsupportedError(f"Unknown architecture {name!r} in the GGUF file; known: {_known()}.")

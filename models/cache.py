@@ -1,4 +1,4 @@
-"""What a token costs in the KV cache: one row per cache type, and the one formula that all of pagelet uses."""
+"""What a token costs in the KV cache: a row per cache type, and the one formula that everything uses."""
 
 from dataclasses import dataclass
 
@@ -48,4 +48,6 @@ def cache_bytes_per_token(spec: ModelSpec, type_name: str) -> int:
     2 × layers × KV heads × (head size × bytes per value + bytes per scale): Kwon et al. 2023, section 3.
     """
     row = cache_type(type_name)
-    return 2 * spec.num_layers * spec.num_kv_heads * (spec.head_dim * row.bytes_per_value + row.bytes_per_scale)
+    return (
+        2 * spec.num_layers * spec.num_kv_heads * (spec.head_dim * row.bytes_per_value + row.bytes_per_scale)
+    )

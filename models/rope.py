@@ -1,13 +1,13 @@
 """Rotary position embedding: its parameters, and the cos/sin tables that every target shares."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pagelet.models.errors import UnsupportedError
+from pagelet.models.errors import CheckpointError, UnsupportedError
 from pagelet.models.strict import require
 
 FloatArray = NDArray[np.float32]
@@ -87,44 +87,54 @@ def _factors(inverse: FloatArray, rope: RopeSpec) -> FloatArray:
 _SCALINGS = {"none": _unscaled, "linear": _linear, "llama3": _llama3, "factors": _factors}
 
 
+_WHERE = "config.json: rope"
+
+
 def rope_from_config(config: Mapping[str, Any], head_dim: int) -> RopeSpec:
     """Read `rope_parameters` (new configs) or `rope_theta` and `rope_scaling` (old ones).
 
     Raises:
-        UnsupportedError: the rope type, or a key beside it, is not known.
+        UnsupportedError: the rope type is not known.
+        CheckpointError: a value is missing or makes no sense.
     """
-    section = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    kind = section.pop("rope_type", section.pop("type", "default"))
-    section.pop("type", None)
-    theta = section.pop("rope_theta", config.get("rope_theta", 10000.0))
-    partial = section.pop("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    base = RopeSpec(theta=float(theta), rotary_dim=int(head_dim * partial))
+    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{_WHERE} parameters are {found!r}; expected an object.")
+    # Newer configs hold in the section what older ones hold beside it.
+    section = {
+        **{key: config[key] for key in ("rope_theta", "partial_rotary_factor") if key in config},
+        **found,
+    }
+    kind = section.get("rope_type", section.get("type", "default"))
+    theta, partial = _number(section, "rope_theta", 10000.0), _number(section, "partial_rotary_factor", 1.0)
+    if partial > 1:
+        raise CheckpointError(f"{_WHERE}: 'partial_rotary_factor' is {partial}; expected at most 1.")
+    base = RopeSpec(theta=theta, rotary_dim=int(head_dim * partial))
     if kind == "default":
         return base
     if kind == "linear":
-        factor = require(section, "factor", (int, float), "config.json: rope scaling", UnsupportedError)
-        return RopeSpec(base.theta, base.rotary_dim, "linear", float(factor))
+        return replace(base, scaling="linear", factor=_number(section, "factor"))
     if kind == "llama3":
-        return _read_llama3(section, base, config)
+        section.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
+        return replace(
+            base,
+            scaling="llama3",
+            factor=_number(section, "factor"),
+            low_freq_factor=_number(section, "low_freq_factor"),
+            high_freq_factor=_number(section, "high_freq_factor"),
+            original_max_position=int(_number(section, "original_max_position_embeddings")),
+        )
     raise UnsupportedError(
         f"config.json asks for rope type {kind!r}; known are 'default', 'linear' and 'llama3'. "
         "Positions would be wrong without it, so this model is refused."
     )
 
 
-def _read_llama3(section: dict[str, Any], base: RopeSpec, config: Mapping[str, Any]) -> RopeSpec:
-    def number(key: str) -> float:
-        return float(
-            require(section, key, (int, float), "config.json: llama3 rope scaling", UnsupportedError)
-        )
-
-    original = section.get("original_max_position_embeddings", config.get("max_position_embeddings"))
-    return RopeSpec(
-        base.theta,
-        base.rotary_dim,
-        "llama3",
-        factor=number("factor"),
-        low_freq_factor=number("low_freq_factor"),
-        high_freq_factor=number("high_freq_factor"),
-        original_max_position=int(original or 0),
-    )
+def _number(section: dict[str, Any], key: str, default: float | None = None) -> float:
+    """A positive, finite number."""
+    if default is not None and section.get(key) is None:
+        return default
+    value: int | float = require(section, key, (int, float), _WHERE, CheckpointError)
+    if not 0 < value < 1e12:
+        raise CheckpointError(f"{_WHERE}: {key!r} is {value}; expected a positive, finite number.")
+    return float(value)

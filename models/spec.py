@@ -40,12 +40,21 @@ class ModelSpec:
     tie_embeddings: bool
     attention_bias: bool = False
     mlp_bias: bool = False
+    layer_windows: tuple[
+        int, ...
+    ] = ()  # tokens that each layer attends to, itself included; 0: all. Empty: all 0
 
     def __post_init__(self) -> None:
         for name, limit in LIMITS.items():
             value = getattr(self, name)
             if not 1 <= value <= limit:
                 raise CheckpointError(f"{name} is {value}; expected 1 to {limit}. Is the config damaged?")
+        if self.layer_windows and len(self.layer_windows) != self.num_layers:
+            raise CheckpointError(f"{len(self.layer_windows)} windows for {self.num_layers} layers.")
+        if any(not 0 <= window <= LIMITS["max_context"] for window in self.layer_windows):
+            raise CheckpointError(f"a layer's window is out of range: {self.layer_windows}.")
+        if not 0 < self.norm_epsilon < 1:
+            raise CheckpointError(f"norm epsilon is {self.norm_epsilon}; expected a value between 0 and 1.")
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(
                 f"{self.num_heads} attention heads do not divide into {self.num_kv_heads} KV heads."
@@ -62,6 +71,15 @@ class ModelSpec:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def window_groups(self) -> tuple[int, ...]:
+        """The distinct windows, full attention (0) first. Layers of one group share a block table."""
+        return tuple(sorted(set(self.layer_windows))) or (0,)
+
+    def group_of(self, layer: int) -> int:
+        """Index into `window_groups`."""
+        return self.window_groups.index(self.layer_windows[layer]) if self.layer_windows else 0
 
     @property
     def row(self) -> Architecture:
@@ -141,9 +159,28 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
         num_kv_heads=number("num_key_value_heads", heads),
         head_dim=head_dim,
         max_context=number("max_position_embeddings"),
-        norm_epsilon=float(require(config, "rms_norm_eps", (int, float), where, CheckpointError)),
+        norm_epsilon=require(config, "rms_norm_eps", (int, float), where, CheckpointError),
         rope=rope_from_config(config, head_dim),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         attention_bias=bool(config.get("attention_bias", False)),
         mlp_bias=bool(config.get("mlp_bias", False)),
+        layer_windows=_layer_windows(config, number("num_hidden_layers")) if row.windows else (),
     )
+
+
+def _layer_windows(config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
+    """`sliding_window` for the layers that `layer_types` names, or for all; () where nothing is limited."""
+    window = config.get("sliding_window")
+    if window is None:
+        return ()
+    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
+        raise CheckpointError(f"config.json: 'sliding_window' is {window!r}; expected a number of tokens.")
+    kinds = config.get("layer_types") or ["sliding_attention"] * num_layers
+    sizes = {"sliding_attention": window, "full_attention": 0}
+    unknown = [kind for kind in kinds if kind not in sizes]
+    if unknown:
+        raise UnsupportedError(
+            f"config.json: layer type {unknown[0]!r} is not known; known: {', '.join(sizes)}."
+        )
+    windows = tuple(sizes[kind] for kind in kinds)
+    return windows if any(windows) else ()

@@ -11,7 +11,7 @@ from pagelet.models.errors import InputError
 from pagelet.runtime.backends.base import Backend, Float32Array
 from pagelet.runtime.config import EngineConfig
 from pagelet.runtime.opening import OnOpenProgress, open_bundle
-from pagelet.runtime.prompts import LengthLimits, Prompt, check_token_ids, encode_prompt
+from pagelet.runtime.prompts import EncodedPrompt, LengthLimits, Prompt, check_prompt, encode_prompt
 from pagelet.runtime.request import Chunk, ChunkStream, Completion, OnProgress, Request, Sink
 from pagelet.runtime.sampling import Sampler, SamplingParams
 from pagelet.runtime.stats import EngineStats
@@ -93,8 +93,8 @@ class Engine:
             CapacityError: the request can never fit into the KV cache, or the queue is full.
             EngineClosedError: the engine is closed, or belongs to the process this one was forked from.
         """
-        tokens = self._encode(prompt)
-        return self._start(tokens, params, priority, timeout, on_progress)
+        encoded = self._encode(prompt)
+        return self._start(encoded, params, priority, timeout, on_progress)
 
     def generate(
         self,
@@ -152,8 +152,8 @@ class Engine:
         def sink(chunk: Chunk | None) -> None:
             loop.call_soon_threadsafe(chunks.put_nowait, chunk)
 
-        tokens = await asyncio.to_thread(self._encode, prompt)
-        request = self._start(tokens, params, priority, timeout, on_progress, sink)
+        encoded = await asyncio.to_thread(self._encode, prompt)
+        request = self._start(encoded, params, priority, timeout, on_progress, sink)
         try:
             while (chunk := await chunks.get()) is not None:
                 yield chunk
@@ -168,9 +168,7 @@ class Engine:
             InputError: no tokens, or an id outside the vocabulary.
             PromptTooLongError, CapacityError: more than the context, or the KV cache, holds.
         """
-        tokens = check_token_ids(token_ids, self.vocab_size)
-        if not tokens:
-            raise InputError("there are no tokens to score; expected at least one.")
+        tokens = check_prompt(token_ids, self.vocab_size)
         self._limits.check_scoring(len(tokens))
         self._loop.check_open()
         if self._loop.thread.is_current:
@@ -203,13 +201,13 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _encode(self, prompt: Prompt) -> list[int]:
+    def _encode(self, prompt: Prompt) -> EncodedPrompt:
         self._loop.check_open()
         return encode_prompt(prompt, self.tokenizer, self.vocab_size)
 
     def _start(
         self,
-        tokens: list[int],
+        prompt: EncodedPrompt,
         params: SamplingParams | None,
         priority: int,
         timeout: float | None,
@@ -219,6 +217,7 @@ class Engine:
         params = params or SamplingParams()
         params.check_vocabulary(self.vocab_size)
         _check_options(priority, timeout)
+        tokens = prompt.token_ids
         max_length = self._limits.max_length(len(tokens), params.max_tokens)
         request = Request(
             len(tokens), on_cancel=self._loop.cancel, on_progress=on_progress, timeout=timeout, sink=sink
@@ -233,7 +232,7 @@ class Engine:
                 self._loop.new_table(),
                 self._loop.new_rank(priority),
                 sampler=Sampler(params, self.vocab_size, tokens, seed=seed, sample_index=index),
-                text=TextStream(self.tokenizer, params.stop, tokens),
+                text=TextStream(self.tokenizer, params.stop, prompt.tail),
                 stop_token_ids=frozenset((*params.stop_token_ids, *end_ids)),
                 max_length=max_length,
                 with_logprobs=params.logprobs is not None,

@@ -14,33 +14,45 @@ Message: TypeAlias = Mapping[str, Any]
 # Raw text, the messages of a conversation (they go through the chat template), or token ids.
 Prompt: TypeAlias = "str | Sequence[Message] | Sequence[int] | NDArray[np.integer[Any]]"
 
+# More than a text stream looks back on.
+_TAIL_TOKENS = 32
 
-def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt as the model reads it.
+
+    Attributes:
+        token_ids: at least one.
+        tail: the last few of them, where the reply goes on in the middle of the same text; empty after
+            messages, where it begins a text of its own.
+    """
+
+    token_ids: list[int]
+    tail: list[int]
+
+
+def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> EncodedPrompt:
     """Token ids of a prompt.
 
     Raises:
         InputError: of another kind, empty, or with an id outside the vocabulary.
     """
-    if isinstance(prompt, str):
-        tokens = tokenizer.encode(prompt)
-    elif _is_conversation(prompt):
-        tokens = tokenizer.encode_chat(prompt)
-    else:
-        tokens = check_token_ids(prompt, vocab_size)
-    if not tokens:
-        raise InputError("the prompt is empty; it needs at least one token.")
-    return tokens
+    if _is_conversation(prompt):
+        return EncodedPrompt(check_prompt(tokenizer.encode_chat(prompt), vocab_size), [])
+    token_ids = check_prompt(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, vocab_size)
+    return EncodedPrompt(token_ids, token_ids[-_TAIL_TOKENS:])
 
 
 def _is_conversation(prompt: Prompt) -> TypeGuard[Sequence[Message]]:
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
-def check_token_ids(ids: Any, vocab_size: int) -> list[int]:
-    """`ids` as a list of int, each one in the vocabulary.
+def check_prompt(ids: Any, vocab_size: int) -> list[int]:
+    """`ids` as a list of at least one int, each in the vocabulary.
 
     Raises:
-        InputError: not whole numbers in one dimension, or the first id outside 0 to vocab_size - 1.
+        InputError: none, not whole numbers in one dimension, or the first id outside 0 to vocab_size - 1.
     """
     if not isinstance(ids, Iterable) or isinstance(ids, Mapping | bytes | set):
         raise InputError(f"the prompt is {type(ids).__name__}; expected text, messages or token ids.")
@@ -49,7 +61,7 @@ def check_token_ids(ids: Any, vocab_size: int) -> list[int]:
     except ValueError:  # rows of different lengths
         array = np.empty((0, 0))
     if array.shape == (0,):
-        return []
+        raise InputError("the prompt is empty; it needs at least one token.")
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise InputError(
             f"the prompt is an array of {array.dtype} with {array.ndim} dimensions; expected text, messages "

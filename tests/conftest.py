@@ -43,6 +43,12 @@ def make_llama(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
     return lambda **options: write_tiny_llama(tmp_path_factory.mktemp("llama"), **options)
 
 
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> Callable[[Path], None]:
+    """Writes a tokenizer.json that encodes any text, byte by byte."""
+    return write_byte_tokenizer
+
+
 def write_tiny_llama(folder: Path, *, seed: int = 0, dtype: str = "float32", **options: Any) -> Path:
     """A random Llama with a byte-level tokenizer, as `save_pretrained` writes it."""
     import torch

@@ -100,6 +100,11 @@ def spec_from_metadata(
         }
     )
     rotary_dim = section.integer("rope.dimension_count", head_dim)
+    if row.gguf_permutes_rotary and rotary_dim != head_dim:
+        # Whole heads are permuted, so the pairs of a partial rotation would not come out right.
+        raise UnsupportedError(
+            f"{where}: only {rotary_dim} of {head_dim} elements are rotated, which is not known."
+        )
     return dataclasses.replace(spec, rope=dataclasses.replace(spec.rope, rotary_dim=rotary_dim))
 
 

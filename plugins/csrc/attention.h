@@ -1,6 +1,6 @@
-// Paged attention over a ragged batch: what the kernels are given, and what they offer. Nothing here knows the
-// host. The order of the arithmetic, which makes a row's bits independent of everything beside it, is described
-// in attention_kernel.cc.
+// Paged attention over a ragged batch: what the kernels are given, and what they offer. Nothing here knows
+// the host. The order of the arithmetic, which makes a row's bits independent of everything beside it, is
+// described in attention_kernel.cc.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@ namespace pagelet {
 
 constexpr int kPartitionKeys = 256;  // keys are reduced in partitions of this many, at absolute positions
 constexpr int kMaxHeadSize = 256;
-constexpr int kRowBlock = 144;        // most rows (a row = a token and a query head) in one item
+constexpr int kRowBlock = 144;  // most rows (a row = a token and a query head) in one item
 
 struct AttentionArgs {
   // Row t is at pointer + t * stride. `key` and `value` hold the new tokens only.

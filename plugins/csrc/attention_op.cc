@@ -17,8 +17,19 @@ PAGELET_DECLARE_KERNEL(AttentionKernel, attention_f32)
 namespace {
 
 enum Input {
-  kQuery, kKey, kValue, kKeyCache, kValueCache, kCumulativeSequenceLength, kPastSeqlens, kBlockTable,
-  kCosCache, kSinCache, kKeyScaleCache, kValueScaleCache, kPositionIds,
+  kQuery,
+  kKey,
+  kValue,
+  kKeyCache,
+  kValueCache,
+  kCumulativeSequenceLength,
+  kPastSeqlens,
+  kBlockTable,
+  kCosCache,
+  kSinCache,
+  kKeyScaleCache,
+  kValueScaleCache,
+  kPositionIds,
 };
 enum Output { kOutput, kKeyCacheOut, kValueCacheOut };
 
@@ -48,12 +59,13 @@ struct Attributes {
         scale(ort::attribute(api, info, "scale", 0.0f)),
         softcap(ort::attribute(api, info, "softcap", 0.0f)) {
     require(num_heads > 0 && kv_num_heads > 0 && num_heads % kv_num_heads == 0,
-            "num_heads is " + std::to_string(num_heads) + " and kv_num_heads is " + std::to_string(kv_num_heads) +
+            "num_heads is " + std::to_string(num_heads) + " and kv_num_heads is " +
+                std::to_string(kv_num_heads) +
                 ", expected two positive numbers of which the second divides the first");
     require(local_window_size >= -1, "local_window_size is " + std::to_string(local_window_size) +
                                          ", expected -1 or 0 (no window) or a number of keys");
-    require(rotary_dim >= 0 && rotary_dim % 2 == 0,
-            "rotary_dim is " + std::to_string(rotary_dim) + ", expected an even number, or 0 for the whole head");
+    require(rotary_dim >= 0 && rotary_dim % 2 == 0, "rotary_dim is " + std::to_string(rotary_dim) +
+                                                        ", expected an even number, or 0 for the whole head");
     require(std::isfinite(scale) && scale >= 0, "scale is not finite and positive");
     require(std::isfinite(softcap) && softcap >= 0, "softcap is not finite and positive");
   }
@@ -66,10 +78,19 @@ class PagedAttention {
  public:
   static constexpr const char* kName = "PagedAttention";
   static constexpr ort::Port kInputs[] = {
-      {ort::kFloat}, {ort::kFloat, ort::kOptional}, {ort::kFloat, ort::kOptional},
-      {ort::kFloat}, {ort::kFloat}, {ort::kInt32}, {ort::kInt32}, {ort::kInt32},
-      {ort::kFloat, ort::kOptional}, {ort::kFloat, ort::kOptional}, {ort::kFloat, ort::kOptional},
-      {ort::kFloat, ort::kOptional}, {ort::kInt64, ort::kOptional},
+      {ort::kFloat},
+      {ort::kFloat, ort::kOptional},
+      {ort::kFloat, ort::kOptional},
+      {ort::kFloat},
+      {ort::kFloat},
+      {ort::kInt32},
+      {ort::kInt32},
+      {ort::kInt32},
+      {ort::kFloat, ort::kOptional},
+      {ort::kFloat, ort::kOptional},
+      {ort::kFloat, ort::kOptional},
+      {ort::kFloat, ort::kOptional},
+      {ort::kInt64, ort::kOptional},
   };
   static constexpr ort::Port kOutputs[] = {{ort::kFloat}, {ort::kFloat}, {ort::kFloat}};
   static constexpr ort::Alias kAliases[] = {{kKeyCache, kKeyCacheOut}, {kValueCache, kValueCacheOut}};

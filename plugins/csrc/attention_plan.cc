@@ -10,6 +10,8 @@ namespace {
 
 constexpr int64_t kSmallestBlock = 12;  // rows, where a step is too small to keep every thread busy
 
+constexpr size_t kMostPartials = 4 << 20;  // floats: 16 MiB
+
 // A few per thread. The host does not say how many threads it has: this is an upper bound.
 int64_t enough_items() {
   static const int64_t items = 4 * std::clamp<int64_t>(std::thread::hardware_concurrency(), 2, 16);
@@ -17,8 +19,8 @@ int64_t enough_items() {
 }
 
 [[noreturn]] void refuse(const char* input, int64_t index, int64_t found, const std::string& expected) {
-  throw std::invalid_argument("PagedAttention: " + std::string(input) + "[" + std::to_string(index) + "] is " +
-                              std::to_string(found) + ", expected " + expected);
+  throw std::invalid_argument("PagedAttention: " + std::string(input) + "[" + std::to_string(index) +
+                              "] is " + std::to_string(found) + ", expected " + expected);
 }
 
 std::string between(int64_t low, int64_t high) {
@@ -89,7 +91,8 @@ int64_t block_rows(const AttentionArgs& args) {
 }
 
 // One item per block of rows. Later rows see more keys, so they come first.
-void add_items(const AttentionArgs& args, int64_t sequence, int64_t block, std::vector<AttentionItem>& items) {
+void add_items(const AttentionArgs& args, int64_t sequence, int64_t block,
+               std::vector<AttentionItem>& items) {
   const int64_t group = args.num_heads / args.kv_num_heads, rows = length(args, sequence) * group;
   const int64_t past = args.past_seqlens[sequence];
   for (int64_t begin = (rows - 1) / block * block; begin >= 0; begin -= block) {
@@ -105,13 +108,14 @@ void add_items(const AttentionArgs& args, int64_t sequence, int64_t block, std::
 // Spreads each item's partitions over several items, so that a few long sequences still use every thread.
 void split_items(const AttentionArgs& args, AttentionPlan& plan) {
   const int64_t pieces = (enough_items() + int64_t(plan.items.size()) - 1) / int64_t(plan.items.size());
-  plan.merges.swap(plan.items);
-  plan.items.clear();
   size_t floats = 0;
   const size_t state = size_t(args.head_size) + kStateTail;
-  for (const AttentionItem& item : plan.merges) {
+  for (const AttentionItem& item : plan.items) {
     floats += size_t((item.row_end - item.row_begin) * item.partition_count) * state;
   }
+  if (floats > kMostPartials) return;
+  plan.merges.swap(plan.items);
+  plan.items.clear();
   if (plan.partials.size() < floats) plan.partials.resize(floats);
   float* partials = plan.partials.data();
   for (AttentionItem& item : plan.merges) {

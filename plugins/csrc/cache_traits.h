@@ -1,5 +1,5 @@
-// How a cache's elements become floats and back: the one seam for a new cache type. Included by kernel sources
-// only (see simd.h).
+// How a cache's elements become floats and back: the one seam for a new cache type. Included by kernel
+// sources only (see simd.h).
 #pragma once
 
 #include "simd.h"

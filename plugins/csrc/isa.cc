@@ -57,10 +57,10 @@ bool all_set(uint64_t value, uint64_t bits) { return (value & bits) == bits; }
 
 bool cpu_supports(Isa isa) {
   if (isa == Isa::portable) return true;
-  constexpr uint32_t kFma = 1u << 12, kOsxsave = 1u << 27, kF16c = 1u << 29;        // leaf 1, ecx
-  constexpr uint32_t kAvx2 = 1u << 5;                                               // leaf 7, ebx
-  constexpr uint32_t kAvx512FDqBwVl = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;    // leaf 7, ebx
-  constexpr uint32_t kAvx512Vnni = 1u << 11;                                        // leaf 7, ecx
+  constexpr uint32_t kFma = 1u << 12, kOsxsave = 1u << 27, kF16c = 1u << 29;      // leaf 1, ecx
+  constexpr uint32_t kAvx2 = 1u << 5;                                             // leaf 7, ebx
+  constexpr uint32_t kAvx512FDqBwVl = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;  // leaf 7, ebx
+  constexpr uint32_t kAvx512Vnni = 1u << 11;                                      // leaf 7, ecx
   constexpr uint64_t kYmmState = 0x6, kZmmState = 0xe6;
   const CpuId basic = cpuid(1), extended = cpuid(7);
   if (!all_set(basic.ecx, kFma | kOsxsave | kF16c)) return false;
@@ -74,7 +74,7 @@ bool cpu_supports(Isa isa) {
 }
 #elif defined(__aarch64__) && defined(__linux__)
 bool cpu_supports(Isa isa) {
-  constexpr unsigned long kDotProduct = 1ul << 20;  // HWCAP_ASIMDDP
+  constexpr unsigned long kDotProduct = 1ul << 20;                         // HWCAP_ASIMDDP
   return isa != Isa::dotprod || (getauxval(AT_HWCAP) & kDotProduct) != 0;  // NEON is part of every aarch64
 }
 #elif defined(_M_ARM64)
@@ -101,9 +101,9 @@ Isa choose() {
     if (wanted && *wanted && std::string(wanted) != kNames[i]) continue;
     if (isa_available(isa)) return isa;
   }
-  throw std::runtime_error("PAGELET_ISA is '" + std::string(wanted) +
-                           "', which this build or this CPU does not have: unset it, or set one of: " +
-                           available_names());
+  throw std::runtime_error(
+      "PAGELET_ISA is '" + std::string(wanted) +
+      "', which this build or this CPU does not have: unset it, or set one of: " + available_names());
 }
 
 }  // namespace

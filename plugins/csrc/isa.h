@@ -40,8 +40,8 @@ Isa selected_isa();
 #define PAGELET_ADDRESS_ONE(isa, Table, name) &isa::name,
 
 #define PAGELET_DECLARE_KERNEL(Table, name) PAGELET_FOR_EACH_ISA(PAGELET_DECLARE_ONE, Table, name)
-#define PAGELET_KERNEL(Table, name, chosen)                                                         \
-  ([](::pagelet::Isa isa) -> const Table& {                                                         \
-    static const Table* const tables[] = {PAGELET_FOR_EACH_ISA(PAGELET_ADDRESS_ONE, Table, name)};  \
-    return *tables[static_cast<int>(isa)];                                                          \
+#define PAGELET_KERNEL(Table, name, chosen)                                                        \
+  ([](::pagelet::Isa isa) -> const Table& {                                                        \
+    static const Table* const tables[] = {PAGELET_FOR_EACH_ISA(PAGELET_ADDRESS_ONE, Table, name)}; \
+    return *tables[static_cast<int>(isa)];                                                         \
   }(chosen))

@@ -16,7 +16,7 @@ constexpr int kPartBytes = 4 * kWidth;
 constexpr size_t kMaxDirectRows = 2 * kRowsAtOnce;   // beyond, unpacking once pays
 constexpr size_t kMaxRowBlock = 64;                  // rows whose sums for one tile stay in L1
 constexpr size_t kActivationCacheBytes = 256 << 10;  // of L2, for a row block's activations
-constexpr size_t kPanelBlocks = 16;                  // blocks of a tile unpacked at once: 10 KB
+constexpr size_t kPanelBlocks = 24;                  // blocks of a tile unpacked at once: 15 KB, to stay in L1
 constexpr size_t kPrefetchBytes = 2048;              // ahead of the packed weights
 
 // How a group is stored: the codes of its blocks, then its scales, then its minimums.

@@ -35,42 +35,42 @@ enum ElementType : int {
 enum Characteristic : int { kRequired = 0, kOptional = 1 };
 
 // name, slot, result, parameters
-#define PAGELET_ORT_FUNCTIONS(F)                                                                              \
-  F(CreateStatus, 0, Status*, (ErrorCode, const char* message))                                               \
-  F(GetErrorMessage, 2, const char*, (const Status*))                                                         \
-  F(CreateCustomOpDomain, 26, Status*, (const char* domain, CustomOpDomain** out))                            \
-  F(CustomOpDomain_Add, 27, Status*, (CustomOpDomain*, const CustomOp*))                               \
-  F(AddCustomOpDomain, 28, Status*, (SessionOptions*, CustomOpDomain*))                                       \
-  F(GetTensorMutableData, 51, Status*, (Value*, void** out))                                                  \
-  F(GetTensorElementType, 60, Status*, (const TensorInfo*, ElementType* out))                                 \
-  F(GetDimensionsCount, 61, Status*, (const TensorInfo*, size_t* out))                                        \
-  F(GetDimensions, 62, Status*, (const TensorInfo*, int64_t* dims, size_t count))                             \
-  F(GetTensorTypeAndShape, 65, Status*, (const Value*, TensorInfo** out))                                     \
-  F(KernelInfoGetAttribute_float, 85, Status*, (const KernelInfo*, const char* name, float* out))             \
-  F(KernelInfoGetAttribute_int64, 86, Status*, (const KernelInfo*, const char* name, int64_t* out))           \
-  F(KernelContext_GetInputCount, 88, Status*, (const KernelContext*, size_t* out))                            \
-  F(KernelContext_GetOutputCount, 89, Status*, (const KernelContext*, size_t* out))                           \
-  F(KernelContext_GetInput, 90, Status*, (const KernelContext*, size_t index, const Value** out))             \
-  F(KernelContext_GetOutput, 91, Status*,                                                                     \
-    (KernelContext*, size_t index, const int64_t* dims, size_t count, Value** out))                           \
-  F(ReleaseStatus, 93, void, (Status*))                                                                       \
-  F(ReleaseTensorTypeAndShapeInfo, 99, void, (TensorInfo*))                                                   \
-  F(ReleaseCustomOpDomain, 101, void, (CustomOpDomain*))                                                      \
-  F(KernelInfo_GetInputCount, 230, Status*, (const KernelInfo*, size_t* out))                                 \
-  F(KernelInfoGetConstantInput_tensor, 249, Status*,                                                          \
-    (const KernelInfo*, size_t index, int* is_constant, const Value** out))                                   \
-  F(KernelContext_ParallelFor, 274, Status*,                                                                  \
+#define PAGELET_ORT_FUNCTIONS(F)                                                                    \
+  F(CreateStatus, 0, Status*, (ErrorCode, const char* message))                                     \
+  F(GetErrorMessage, 2, const char*, (const Status*))                                               \
+  F(CreateCustomOpDomain, 26, Status*, (const char* domain, CustomOpDomain** out))                  \
+  F(CustomOpDomain_Add, 27, Status*, (CustomOpDomain*, const CustomOp*))                            \
+  F(AddCustomOpDomain, 28, Status*, (SessionOptions*, CustomOpDomain*))                             \
+  F(GetTensorMutableData, 51, Status*, (Value*, void** out))                                        \
+  F(GetTensorElementType, 60, Status*, (const TensorInfo*, ElementType* out))                       \
+  F(GetDimensionsCount, 61, Status*, (const TensorInfo*, size_t* out))                              \
+  F(GetDimensions, 62, Status*, (const TensorInfo*, int64_t* dims, size_t count))                   \
+  F(GetTensorTypeAndShape, 65, Status*, (const Value*, TensorInfo** out))                           \
+  F(KernelInfoGetAttribute_float, 85, Status*, (const KernelInfo*, const char* name, float* out))   \
+  F(KernelInfoGetAttribute_int64, 86, Status*, (const KernelInfo*, const char* name, int64_t* out)) \
+  F(KernelContext_GetInputCount, 88, Status*, (const KernelContext*, size_t* out))                  \
+  F(KernelContext_GetOutputCount, 89, Status*, (const KernelContext*, size_t* out))                 \
+  F(KernelContext_GetInput, 90, Status*, (const KernelContext*, size_t index, const Value** out))   \
+  F(KernelContext_GetOutput, 91, Status*,                                                           \
+    (KernelContext*, size_t index, const int64_t* dims, size_t count, Value** out))                 \
+  F(ReleaseStatus, 93, void, (Status*))                                                             \
+  F(ReleaseTensorTypeAndShapeInfo, 99, void, (TensorInfo*))                                         \
+  F(ReleaseCustomOpDomain, 101, void, (CustomOpDomain*))                                            \
+  F(KernelInfo_GetInputCount, 230, Status*, (const KernelInfo*, size_t* out))                       \
+  F(KernelInfoGetConstantInput_tensor, 249, Status*,                                                \
+    (const KernelInfo*, size_t index, int* is_constant, const Value** out))                         \
+  F(KernelContext_ParallelFor, 274, Status*,                                                        \
     (const KernelContext*, void (*body)(void*, size_t), size_t total, size_t batches, void* data))
 
 // The host's table of function pointers; each function is one typed look-up of its slot.
 struct Api {
   const void* first_slot;
 
-#define PAGELET_ORT_MEMBER(name, slot, result, parameters)                          \
-  static constexpr size_t k##name = slot;                                           \
-  template <typename... Args>                                                       \
-  result name(Args... args) const {                                                 \
-    return reinterpret_cast<result(*const*) parameters>(this)[slot](args...);        \
+#define PAGELET_ORT_MEMBER(name, slot, result, parameters)                    \
+  static constexpr size_t k##name = slot;                                     \
+  template <typename... Args>                                                 \
+  result name(Args... args) const {                                           \
+    return reinterpret_cast<result(*const*) parameters>(this)[slot](args...); \
   }
   PAGELET_ORT_FUNCTIONS(PAGELET_ORT_MEMBER)
 #undef PAGELET_ORT_MEMBER

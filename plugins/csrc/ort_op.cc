@@ -23,7 +23,8 @@ Tensor describe(const Api& api, const Value* value) {
   if (!status && fits) status = api.GetDimensions(info, tensor.dims, tensor.rank);
   api.ReleaseTensorTypeAndShapeInfo(info);
   check(api, status);
-  if (!fits) throw std::invalid_argument("a tensor has " + std::to_string(tensor.rank) + " dimensions, at most 8 fit");
+  if (!fits)
+    throw std::invalid_argument("a tensor has " + std::to_string(tensor.rank) + " dimensions, at most 8 fit");
   check(api, api.GetTensorMutableData(const_cast<Value*>(value), &tensor.data));
   return tensor;
 }

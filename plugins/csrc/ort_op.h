@@ -1,4 +1,5 @@
-// From ONNX Runtime's C ABI to plain C++: tensors, attributes, exceptions, and the table that describes an op.
+// From ONNX Runtime's C ABI to plain C++: tensors, attributes, exceptions, and the table that describes an
+// op.
 #pragma once
 
 #include <cstdint>

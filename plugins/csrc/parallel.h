@@ -13,8 +13,8 @@ struct ParallelFor {
   void (*run)(const ParallelFor&, size_t total, void (*body)(void*, size_t), void* data);
 };
 
-// Calls body(i) for every i < total, on the host's threads. The first exception is thrown again here: none may
-// reach the host's threads.
+// Calls body(i) for every i < total, on the host's threads. The first exception is thrown again here: none
+// may reach the host's threads.
 template <typename Body>
 void for_each(const ParallelFor& parallel_for, size_t total, const Body& body) {
   struct State {

@@ -35,7 +35,8 @@ extern "C" __declspec(dllexport)
 #else
 extern "C" __attribute__((visibility("default")))
 #endif
-pagelet::ort::Status* RegisterCustomOps(pagelet::ort::SessionOptions* options, const pagelet::ort::ApiBase* base) {
+pagelet::ort::Status* RegisterCustomOps(pagelet::ort::SessionOptions* options,
+                                        const pagelet::ort::ApiBase* base) {
   namespace ort = pagelet::ort;
   const ort::Api* api = base->GetApi(ort::kApiVersion);
   if (!api) {

@@ -171,24 +171,23 @@ struct Vec {
 };
 constexpr int kWidth = 4;
 
-
 PAGELET_INLINE Vec load(const float* p) { return {{p[0], p[1], p[2], p[3]}}; }
 PAGELET_INLINE void store(float* p, Vec a) {
   for (int i = 0; i < 4; ++i) p[i] = a.lane[i];
 }
 PAGELET_INLINE Vec set1(float a) { return {{a, a, a, a}}; }
-#define PAGELET_PORTABLE_BINARY(name, expression)                                     \
-  PAGELET_INLINE Vec name(Vec a, Vec b) {                                             \
-    Vec out;                                                                          \
-    for (int i = 0; i < 4; ++i) {                                                     \
-      const float x = a.lane[i], y = b.lane[i];                                       \
-      out.lane[i] = expression;                                                       \
-    }                                                                                 \
-    return out;                                                                       \
+#define PAGELET_PORTABLE_BINARY(name, expression) \
+  PAGELET_INLINE Vec name(Vec a, Vec b) {         \
+    Vec out;                                      \
+    for (int i = 0; i < 4; ++i) {                 \
+      const float x = a.lane[i], y = b.lane[i];   \
+      out.lane[i] = expression;                   \
+    }                                             \
+    return out;                                   \
   }
 PAGELET_PORTABLE_BINARY(add, x + y)
 PAGELET_PORTABLE_BINARY(sub, x - y)
-PAGELET_PORTABLE_BINARY(mul, x * y)
+PAGELET_PORTABLE_BINARY(mul, x* y)
 PAGELET_PORTABLE_BINARY(div, x / y)
 PAGELET_PORTABLE_BINARY(max, x > y ? x : y)
 PAGELET_PORTABLE_BINARY(min, x < y ? x : y)
@@ -218,8 +217,8 @@ PAGELET_INLINE void load_transposed4(const float* const* rows, size_t offset, Ve
 
 #endif
 
-// e^x to 2 ulp; 0 below -87.33 (so e^-inf = 0, no denormals), e^88.3 above that, NaN stays NaN. Range reduction
-// by Cody and Waite, then 1 + r + r^2 p(r) with a minimax p on [-ln2/2, ln2/2].
+// e^x to 2 ulp; 0 below -87.33 (so e^-inf = 0, no denormals), e^88.3 above that, NaN stays NaN. Range
+// reduction by Cody and Waite, then 1 + r + r^2 p(r) with a minimax p on [-ln2/2, ln2/2].
 PAGELET_INLINE Vec exp(Vec x) {
   const Vec shift = set1(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, kept in the low bits
   const Vec bounded = min(set1(88.3f), x);  // 2^127 is the largest scale

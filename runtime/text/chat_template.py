@@ -55,15 +55,16 @@ class ChatTemplate:
             InputError: messages, tools or variables of the wrong form.
         """
         checked = checked_messages(messages)
-        if tools is not None and not all(isinstance(tool, Mapping) for tool in tools):
-            raise InputError("tools has an entry that is no object; expected a list of JSON schemas.")
+        listed = tools is None or isinstance(tools, (list, tuple))
+        if not listed or not all(isinstance(tool, Mapping) for tool in tools or ()):
+            raise InputError(f"tools is {tools!r:.80}; expected a list of JSON objects, one per tool.")
         if any(isinstance(message.get("content"), list) for message in checked) and not self._reads_parts:
             checked = joined_parts(checked)
         return {
             **plain({"documents": None, **others}, "template variables"),
             "messages": checked,
             "tools": plain(tools, "tools"),
-            "add_generation_prompt": add_generation_prompt,
+            "add_generation_prompt": bool(add_generation_prompt),
         }
 
     def render(self, variables: Mapping[str, Any]) -> str:

@@ -83,7 +83,9 @@ class LiteralVocabulary:
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, spellings: Iterable[str]) -> None:
         nonce = secrets.token_hex(8)  # so that no message can hold a name
-        self.names = {spelling: f"\ue000{nonce}:{index}\ue001" for index, spelling in enumerate(spellings)}
+        # Private characters that no stand-in of a shielded text is.
+        left, right = "\U000f0000", "\U000f0001"
+        self.names = {spelling: f"{left}{nonce}:{index}{right}" for index, spelling in enumerate(spellings)}
         self._tokenizer = tokenizers.Tokenizer.from_str(self._rename(json.loads(tokenizer.to_str())))
 
     def encode(self, text: str) -> list[int]:

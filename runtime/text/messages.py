@@ -34,7 +34,7 @@ def _checked(message: object, where: str) -> dict[str, Any]:
         raise InputError(f"{where} is {_kind(message)}; expected an object with 'role' and 'content'.")
     known = {key: value for key, value in plain(message, where).items() if value is not None}
     role, content = known.get("role"), known.get("content")
-    if not isinstance(role, str) or not _ROLE.fullmatch(role):
+    if not _is_role("role", role):
         raise InputError(
             f"{where}: 'role' is {role!r:.80}; expected a name like 'system', 'user' or 'assistant' "
             "(letters, digits, _ and -; at most 64)."
@@ -101,11 +101,13 @@ def map_strings(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, list):
         return [map_strings(item, change) for item in value]
     if isinstance(value, dict):
-        return {
-            key if key.isidentifier() else change(key): item if key == "role" else map_strings(item, change)
-            for key, item in value.items()
-        }
+        pairs = ((key if key.isidentifier() else change(key), item) for key, item in value.items())
+        return {key: item if _is_role(key, item) else map_strings(item, change) for key, item in pairs}
     return value
+
+
+def _is_role(key: str, value: object) -> bool:
+    return key == "role" and isinstance(value, str) and _ROLE.fullmatch(value) is not None
 
 
 def _kind(value: object) -> str:

@@ -194,15 +194,11 @@ def test_linear_rope_scaling_is_read(write_gguf, weights):
         assert (checkpoint.spec.rope.scaling, checkpoint.spec.rope.factor) == ("linear", 4.0)
 
 
-def test_partial_rotation_is_read(write_gguf, weights):
-    with open_checkpoint(write_gguf(weights, llama__rope__dimension_count=32)) as checkpoint:
-        assert checkpoint.spec.rope.rotary_dim == 32
-
-
 @pytest.mark.parametrize(
     ("metadata", "error", "match"),
     [
         ({"llama__rope__scaling__type": "yarn"}, UnsupportedError, "'yarn'"),
+        ({"llama__rope__dimension_count": 32}, UnsupportedError, "only 32 of 64 elements are rotated"),
         ({"llama__expert_count": 8}, UnsupportedError, "mixtures of experts"),
         ({"llama__attention__value_length": 32}, UnsupportedError, "different lengths"),
         ({"llama__attention__clamp_kqv": 1.0}, UnsupportedError, "unknown key 'attention.clamp_kqv'"),

@@ -7,7 +7,7 @@ import pytest
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from pagelet.models.errors import UnsupportedError
+from pagelet.models.errors import CheckpointError, UnsupportedError
 from pagelet.models.rope import RopeSpec, rope_from_config
 
 LLAMA3 = {
@@ -60,6 +60,21 @@ def test_an_unknown_type_is_refused_by_name() -> None:
         rope_from_config({"rope_scaling": {"rope_type": "spiral"}}, 64)
 
 
-def test_a_missing_factor_is_named() -> None:
-    with pytest.raises(UnsupportedError, match="'factor'"):
-        rope_from_config({"rope_scaling": {"rope_type": "linear"}}, 64)
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"rope_scaling": {"rope_type": "linear"}}, "no 'factor'"),
+        ({"rope_scaling": [1]}, "expected an object"),
+        ({"rope_theta": "big"}, "'rope_theta' is 'big'"),
+        ({"rope_theta": float("nan")}, "'rope_theta' is nan"),
+        ({"rope_theta": -1.0}, "'rope_theta' is -1.0"),
+        ({"rope_theta": 10**400}, "'rope_theta'"),
+        ({"partial_rotary_factor": float("inf")}, "'partial_rotary_factor'"),
+        ({"partial_rotary_factor": 2.0}, "at most 1"),
+        ({"rope_parameters": {**LLAMA3, "original_max_position_embeddings": "x"}}, "'original_max_position_emb"),
+        ({"rope_parameters": {**LLAMA3, "factor": None}}, "'factor' is None"),
+    ],
+)
+def test_values_that_make_no_sense_are_named(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        rope_from_config(config, 64)

@@ -71,6 +71,7 @@ def test_an_unknown_architecture_lists_the_known_ones() -> None:
         ({"num_key_value_heads": 4}, "do not divide"),
         ({"vocab_size": 10**12}, "vocab_size is 1000000000000"),
         ({"vocab_size": True}, "'vocab_size' is True"),
+        ({"rms_norm_eps": 10**400}, "norm epsilon"),
         ({"head_dim": 15}, "rotary dimension 15"),
     ],
 )

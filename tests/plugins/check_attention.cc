@@ -1,5 +1,6 @@
-// The attention kernels without ONNX Runtime: every instruction set of this build against a plain reference, and a
-// prompt whole against token by token. For emulators, where no Python is (see test_attention_emulated.py).
+// The attention kernels without ONNX Runtime: every instruction set of this build against a plain reference,
+// and a prompt whole against token by token. For emulators, where no Python is (see
+// test_attention_emulated.py).
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -24,7 +25,10 @@ struct Shape {
 };
 
 constexpr Shape kShapes[] = {
-    {9, 3, 64, 32, 290, 0, 0}, {4, 4, 40, 16, 33, 20, 5}, {8, 1, 128, 3, 270, 100, 0}, {2, 1, 256, 16, 20, 0, 0},
+    {9, 3, 64, 32, 290, 0, 0},
+    {4, 4, 40, 16, 33, 20, 5},
+    {8, 1, 128, 3, 270, 100, 0},
+    {2, 1, 256, 16, 20, 0, 0},
 };
 
 // One sequence of random tokens, with its blocks in reverse order.

@@ -1,4 +1,4 @@
-"""The AVX-512 kernels through SIMDe, so that they are tested on any x86-64 CPU with AVX2."""
+"""Kernels for other CPUs, emulated: AVX-512 through SIMDe, aarch64 through QEMU."""
 
 from __future__ import annotations
 
@@ -13,27 +13,50 @@ import pytest
 from pagelet.plugins import native
 
 REPOSITORY = Path(__file__).parents[2]
-BUILD = REPOSITORY / "build" / "emulated-avx512"  # kept: later runs compile only what changed
+BUILDS = REPOSITORY / "build"  # kept: later runs compile only what changed
+
+pytestmark = pytest.mark.slow
 
 
-@pytest.mark.slow
-def test_avx512_kernels_emulated() -> None:
+def run(command: list[str], **environment: str) -> str:
+    """The output of a command that must succeed."""
+    done = subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True, timeout=900, check=False
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def build(folder: str, target: str, *options: str) -> Path:
+    if shutil.which("cmake") is None:
+        pytest.skip("needs cmake")
+    run(["cmake", "-S", str(REPOSITORY / "plugins"), "-B", str(BUILDS / folder), *options])
+    run(["cmake", "--build", str(BUILDS / folder), "--target", target, "--parallel", "2"])
+    return BUILDS / folder
+
+
+def test_avx512_through_simde() -> None:
     if "avx2" not in native.available_isas():
         pytest.skip("the emulation needs AVX2")
-    if not Path("/usr/include/simde/x86/avx512.h").is_file() or shutil.which("cmake") is None:
-        pytest.skip("needs cmake and SIMDe's headers (Debian: libsimde-dev)")
-    configure = ["cmake", "-S", str(REPOSITORY / "plugins"), "-B", str(BUILD), "-DPAGELET_EMULATE_AVX512=ON"]
-    for command in (configure, ["cmake", "--build", str(BUILD), "--parallel", "2"]):
-        built = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-        assert built.returncode == 0, built.stdout[-4000:] + built.stderr[-4000:]
+    if not Path("/usr/include/simde/x86/avx512.h").is_file():
+        pytest.skip("needs SIMDe's headers (Debian: libsimde-dev)")
+    folder = build("emulated-avx512", "pagelet_ops", "-DPAGELET_EMULATE_AVX512=ON")
     names = ("attention_reference", "attention_invariance", "linear")
     files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in names]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "not instruction_set", *files],
-        env=os.environ | {"PAGELET_ISA": "avx512", "PAGELET_TEST_OPS": str(BUILD)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
+    pytest_command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "not instruction_set"]
+    run([*pytest_command, *files], PAGELET_ISA="avx512", PAGELET_TEST_OPS=str(folder))
+
+
+def test_aarch64_through_qemu() -> None:
+    compiler, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
+    if compiler is None or emulator is None:
+        pytest.skip("needs aarch64-linux-gnu-g++ and qemu-aarch64 (Debian: g++-aarch64-linux-gnu, qemu-user)")
+    system = (
+        "-DCMAKE_SYSTEM_NAME=Linux",
+        "-DCMAKE_SYSTEM_PROCESSOR=aarch64",
+        f"-DCMAKE_CXX_COMPILER={compiler}",
     )
-    assert done.returncode == 0, done.stdout[-4000:]
+    options = (*system, "-DCMAKE_EXE_LINKER_FLAGS=-static", "-DPAGELET_KERNEL_CHECK=ON")
+    folder = build("emulated-aarch64", "pagelet_kernel_check", *options)
+    output = run([emulator, str(folder / "pagelet_kernel_check")])
+    assert "neon" in output

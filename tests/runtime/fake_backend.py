@@ -44,11 +44,13 @@ class FakeBackend:
         vocab_size: int = 320,
         max_context: int = 128,
         before_run: Callable[[StepBatch], None] = lambda batch: None,
+        script: list[int] | None = None,
     ) -> None:
         self.layout = CacheLayout(num_blocks, block_size, block_bytes=block_size * 8)
         self.vocab_size = vocab_size
         self.max_context = max_context
         self.before_run = before_run
+        self.script = script  # the token of each position, prompt included, that shall be the likeliest
         # Tokens of each sequence, of the latest steps.
         self.batches: deque[tuple[int, ...]] = deque(maxlen=200)
         self.closed = False
@@ -92,6 +94,9 @@ class FakeBackend:
             slots = positions % self.layout.block_size
             self._cache[blocks[past:], slots[past:]] = batch.input_ids[rows]
             logits[rows] = logits_of(self._cache[blocks, slots], self.vocab_size)[past:]
+        if self.script is not None:
+            for row in batch.logits_indices:
+                logits[row, self.script[batch.position_ids[row] + 1]] = 1e4
         return logits[batch.logits_indices]
 
 

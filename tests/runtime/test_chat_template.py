@@ -217,6 +217,12 @@ def test_malformed_messages_are_refused_by_name(messages: object, reason: str) -
     assert len(str(caught.value)) < 300
 
 
+@pytest.mark.parametrize("tools", [5, "x", {"a": {}}, [TOOL, "x"]])
+def test_malformed_tools_are_refused(tools: Any) -> None:
+    with pytest.raises(InputError, match="expected a list of JSON objects"):
+        rendered(CHATML, CHAT, tools=tools)
+
+
 def test_nesting_is_bounded() -> None:
     deep: Any = "x"
     for _ in range(100_000):

@@ -1,5 +1,7 @@
 """The sampler against transformers' processors, softmax itself, and its own promises."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -19,7 +21,7 @@ def random_logits(size: int, seed: int = 0, spread: float = 3.0) -> Logits:
     return np.random.default_rng(seed).normal(0, spread, size).astype(np.float32)
 
 
-def sampler(vocab_size: int, prompt: list[int] | None = None, *, seed: int = 1, **params: object) -> Sampler:
+def sampler(vocab_size: int, prompt: list[int] | None = None, *, seed: int = 1, **params: Any) -> Sampler:
     return Sampler(SamplingParams.from_dict(params), vocab_size, prompt or [], seed=seed)
 
 
@@ -36,7 +38,7 @@ def test_greedy_takes_the_lowest_id_of_equals() -> None:
     [{}, {"top_k": 6}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 9, "top_p": 0.9, "min_p": 0.02}],
     ids=str,
 )
-def test_draws_follow_the_filtered_softmax(params: dict[str, object]) -> None:
+def test_draws_follow_the_filtered_softmax(params: dict[str, Any]) -> None:
     """Chi-square of 4,000 seeded draws; at 5 standard deviations of the statistic."""
     logits, draws, temperature = random_logits(12, 1, 1.0), 4_000, 0.7
     drawn = sampler(12, temperature=temperature, **params)
@@ -151,7 +153,7 @@ def test_logprobs_list_the_lowest_ids_of_equals_and_nothing_unless_asked() -> No
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}], ids=str)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_logits_that_are_no_numbers_are_an_error(params: dict[str, object], value: float) -> None:
+def test_logits_that_are_no_numbers_are_an_error(params: dict[str, Any], value: float) -> None:
     logits = random_logits(100)
     logits[57] = value
     with pytest.raises(BackendError, match="token id 57"):
@@ -161,7 +163,7 @@ def test_logits_that_are_no_numbers_are_an_error(params: dict[str, object], valu
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0}], ids=str)
-def test_a_mask_without_a_possible_token_is_an_error(params: dict[str, object]) -> None:
+def test_a_mask_without_a_possible_token_is_an_error(params: dict[str, Any]) -> None:
     logits = random_logits(10)
     logits[3] = -np.inf
     for mask in (np.zeros(10, np.bool_), np.arange(10) == 3):

@@ -148,15 +148,18 @@ def test_first_come_first_served_and_priority_before_that() -> None:
     assert order == [jobs[2], jobs[0], jobs[1]]
 
 
-def test_a_newcomer_waits_until_its_whole_prompt_fits() -> None:
-    bench = Bench(num_blocks=10, budget=16)
-    bench.add(list(range(24)), reply=2)
+def test_a_newcomer_waits_until_its_whole_prompt_fits_beside_what_others_still_read() -> None:
+    bench = Bench(num_blocks=12, budget=16)
+    slow = bench.add(list(range(36)), reply=2)
+    slow.max_chunk = 4  # so that the step has room for others
     late = bench.add(list(range(20)), reply=2)
     bench.step()
-    assert bench.scheduler.waiting == [late]
+    assert bench.pool.num_free == 11
+    assert bench.scheduler.waiting == [late], "9 blocks of 12 are promised, 5 are needed"
     bench.run()
     assert bench.scheduler.num_preempted == 0
-    assert late.generated == greedy(late.prompt, 2, 320)
+    for job in (slow, late):
+        assert job.generated == greedy(job.prompt, 2, 320)
 
 
 def test_buffers_are_reused_and_hold_what_the_contract_says() -> None:

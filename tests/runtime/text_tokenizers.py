@@ -34,10 +34,11 @@ def byte_level(specials: list[str] = CHATML) -> tokenizers.Tokenizer:
 
 
 def sentencepiece_bpe(specials: list[str] = LLAMA2) -> tokenizers.Tokenizer:
-    """BPE with byte tokens (Llama 2's kind): spaces are "▁", one is put before each text and dropped again."""
+    """BPE with byte tokens (Llama 2's kind): spaces are "▁", and one before each text is dropped again."""
     trained = tokenizers.Tokenizer(models.BPE())
     trained.normalizer = normalizers.Replace(" ", "▁")
-    trained.train_from_iterator(["the fox user say hello end"], trainers.BpeTrainer(vocab_size=60, show_progress=False))
+    trainer = trainers.BpeTrainer(vocab_size=60, show_progress=False)
+    trained.train_from_iterator(["the fox user say hello end"], trainer)
     learned = json.loads(trained.to_str())["model"]
     names = [*specials, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *learned["vocab"]]
     vocab = {name: index for index, name in enumerate(dict.fromkeys(names))}
@@ -56,7 +57,8 @@ def unigram(specials: list[str] = LLAMA2) -> tokenizers.Tokenizer:
     """Unigram with a Metaspace (T5's kind), whose model lists the special tokens too."""
     words = ["▁", "▁the", "▁fox", "fox", "▁a", "x", "▁x", "er", "▁us", "you", "<", ">", "/", "s", "|", "\n"]
     letters = [chr(code) for code in range(ord("a"), ord("z") + 1) if chr(code) not in words]
-    scored = [(name, 0.0) for name in specials] + [(w, -2.0 - i / 10) for i, w in enumerate([*words, *letters])]
+    scored = [(name, 0.0) for name in specials]
+    scored += [(word, -2.0 - rank / 10) for rank, word in enumerate([*words, *letters])]
     tokenizer = tokenizers.Tokenizer(models.Unigram(scored, unk_id=0, byte_fallback=False))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")

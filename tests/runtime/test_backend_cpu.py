@@ -1,0 +1,148 @@
+"""The CPU backend on a tiny random Llama: one real ONNX Runtime session, caches updated in place."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pagelet.exporter import ExportOptions, export
+from pagelet.models.errors import BackendError, BundleError, CancelledError, CapacityError
+from pagelet.models.manifest import load_manifest
+from pagelet.runtime import Engine, EngineConfig, SamplingParams
+from pagelet.runtime.backends import StepBatch
+from pagelet.runtime.backends.cpu import CpuBackend, bytes_per_token, plan_cache
+
+VOCAB = 320
+
+
+@pytest.fixture(scope="module", params=["fp32", "int4"])
+def bundle(
+    request: pytest.FixtureRequest, make_llama: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    folder = tmp_path_factory.mktemp("bundle") / request.param
+    export(make_llama(), folder, ExportOptions(weights=request.param))
+    return folder
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    tokens: list[int] = np.random.default_rng(seed).integers(2, VOCAB, length).tolist()
+    return tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_sequences_together_give_what_each_gives_alone(bundle: Path, temperature: float) -> None:
+    params = SamplingParams(max_tokens=72, ignore_eos=True, temperature=temperature, seed=11)
+    prompts = [prompt_of(1 + 6 * i, seed=i) for i in range(16)]
+    with Engine.open(bundle, EngineConfig(kv_memory="16MiB", threads=2)) as engine:
+        alone = [engine.generate(prompt, params).token_ids for prompt in prompts]
+        logits = [engine.logits(prompt) for prompt in prompts]
+    # Few blocks, small steps, another number of threads: chunked, batched and preempted.
+    manifest = load_manifest(bundle)
+    few = 12 * manifest.block_size * bytes_per_token(manifest.spec, manifest.cache_type)
+    crowded = EngineConfig(kv_memory=few, threads=1, max_sequences=8, max_step_tokens=24)
+    with Engine.open(bundle, crowded) as engine:
+        together = [engine.submit(prompt, params) for prompt in prompts]
+        beside = [engine.logits(prompt) for prompt in prompts]
+        assert [request.result().token_ids for request in together] == alone
+        assert engine.stats().preemptions > 0
+    for one, other in zip(logits, beside, strict=True):
+        assert (one == other).all()
+
+
+def test_the_logits_do_not_depend_on_what_the_blocks_held(bundle: Path) -> None:
+    manifest = load_manifest(bundle)
+    layout = plan_cache(manifest, 4 << 20)
+    backend = CpuBackend(bundle / manifest.graph, manifest, layout, threads=2, max_rows=8)
+    tokens = np.array(prompt_of(40, seed=3))
+
+    def run(blocks: list[int], begin: int, end: int) -> np.ndarray:
+        count = end - begin
+        batch = StepBatch(
+            tokens[begin:end],
+            np.arange(begin, end),
+            np.array([0, count], np.int32),
+            np.array([begin], np.int32),
+            (np.array([[*blocks, -1]], np.int32),),
+            np.array([count - 1]),
+        )
+        return backend.run(batch).copy()
+
+    expected = run([0, 1], 0, 40)
+    for cache in backend._caches:
+        cache[2:] = np.nan
+    run([5, 3], 0, 33)
+    assert (run([5, 3], 33, 40) == expected).all()
+    written = [np.flatnonzero(np.isfinite(cache[2:]).any(axis=(1, 2, 3))) + 2 for cache in backend._caches]
+    assert all(blocks.tolist() == [3, 5] for blocks in written), "the cache is not updated in place"
+    backend.close()
+    backend.close()
+
+
+def test_a_failing_run_is_a_backend_error_and_the_session_goes_on(bundle: Path) -> None:
+    with Engine.open(bundle, EngineConfig(kv_memory="4MiB", threads=1)) as engine:
+        expected = engine.logits([5, 6])
+        fill = engine._loop._buffers.fill
+        spoiled = engine._loop._buffers
+
+        def fill_wrongly(runs: list) -> StepBatch:  # type: ignore[type-arg]
+            batch = fill(runs)
+            batch.block_tables[0][:] = 10**6
+            return batch
+
+        spoiled.fill = fill_wrongly  # type: ignore[method-assign, assignment]
+        with pytest.raises(BackendError, match="block_table"):
+            engine.logits([5, 6])
+        spoiled.fill = fill  # type: ignore[method-assign]
+        assert (engine.logits([5, 6]) == expected).all()
+
+
+def test_an_idle_session_uses_no_processor(bundle: Path) -> None:
+    with Engine.open(bundle, EngineConfig(kv_memory="4MiB", threads=2)) as engine:
+        engine.generate([5], SamplingParams(max_tokens=20, ignore_eos=True))
+        before = time.process_time()
+        time.sleep(0.3)
+        assert time.process_time() - before < 0.02  # spinning on would take 0.03 and more
+
+
+def test_opening_reports_progress_and_can_be_cancelled(bundle: Path) -> None:
+    seen: list[tuple[str, float]] = []
+    Engine.open(bundle, verify=True, on_progress=lambda *step: seen.append(step)).close()
+    assert list(dict.fromkeys(stage for stage, _ in seen)) == ["verify", "tokenizer", "session"]
+    for stage in ("verify", "tokenizer", "session"):
+        fractions = [fraction for name, fraction in seen if name == stage]
+        assert fractions == sorted(fractions)
+        assert (fractions[0], fractions[-1]) == (0.0, 1.0)
+    for stop in ("verify", "tokenizer", "session"):
+        with pytest.raises(CancelledError, match=stop):
+            Engine.open(bundle, on_progress=lambda stage, fraction, stop=stop: stage != stop)
+
+
+def test_a_pool_that_cannot_be_is_refused_with_numbers(bundle: Path) -> None:
+    manifest = load_manifest(bundle)
+    block_bytes = manifest.block_size * bytes_per_token(manifest.spec, "f32")
+    assert (
+        block_bytes == 2 * 2 * 2 * 16 * 4 * manifest.block_size
+    )  # K and V, layers, KV heads, head size, bytes
+    with pytest.raises(CapacityError, match=f"takes {block_bytes}"):
+        Engine.open(bundle, EngineConfig(kv_memory=block_bytes - 1))
+    with Engine.open(bundle, EngineConfig(kv_memory=3 * block_bytes + 5)) as engine:
+        assert (engine.stats().blocks_total, engine.stats().kv_bytes) == (3, 3 * block_bytes)
+
+
+def test_a_graph_of_another_kind_is_refused(bundle: Path, tmp_path: Path) -> None:
+    manifest = load_manifest(bundle)
+    data = json.loads((bundle / "manifest.json").read_text(encoding="utf-8"))
+    data["spec"]["num_layers"] = 3
+    for file in bundle.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "manifest.json").unlink()
+    (tmp_path / "manifest.json").write_text(json.dumps(data), encoding="utf-8")
+    changed = load_manifest(tmp_path)
+    layout = plan_cache(manifest, 4 << 20)
+    with pytest.raises(BundleError, match=r"missing \['key_cache.2', 'value_cache.2'\]"):
+        CpuBackend(bundle / changed.graph, changed, layout, threads=1, max_rows=4)
+    with pytest.raises(BackendError, match="cannot load"):
+        CpuBackend(tmp_path / "manifest.json", manifest, layout, threads=1, max_rows=4)
