@@ -11,7 +11,7 @@ from pagelet.exporter.checkpoint import open_checkpoint
 from pagelet.exporter.graph import build_graph
 from pagelet.exporter.options import ExportOptions
 from pagelet.exporter.text import write_text_files
-from pagelet.exporter.weights import WEIGHTS_NAME, OnTensor, write_weights
+from pagelet.exporter.weights import WEIGHTS_NAME, Formats, OnTensor, write_weights
 from pagelet.models.errors import InputError
 from pagelet.models.manifest import Manifest, Quantization
 from pagelet.models.spec import ModelSpec
@@ -40,7 +40,7 @@ def export(
     with open_checkpoint(source) as checkpoint, new_bundle(out, force=options.force) as folder:
         spec = _limited(checkpoint.spec, options.max_context)
         text, generation = write_text_files(checkpoint, folder)
-        weights = write_weights(checkpoint, spec, _linear_format(options), folder, on_progress)
+        weights = write_weights(checkpoint, spec, _formats(options), folder, on_progress)
         ir.save(build_graph(spec, weights, options.block_size, folder), folder / GRAPH_NAME)
         manifest = Manifest(
             spec=spec,
@@ -70,13 +70,17 @@ def _limited(spec: ModelSpec, max_context: int | None) -> ModelSpec:
     return replace(spec, max_context=max_context)
 
 
-def _linear_format(options: ExportOptions) -> LinearFormat | None:
+def _formats(options: ExportOptions) -> Formats:
     if options.weights == "fp32":
-        return None
-    return LinearFormat(bits=4, group_size=options.group_size, asymmetric=not options.symmetric)
+        return Formats(layers=None, tables=None)
+    layers = LinearFormat(4, options.group_size, asymmetric=not options.symmetric)
+    int8 = LinearFormat(8, asymmetric=False)
+    return Formats(layers, tables=int8 if options.embedding == "int8" else layers)
 
 
 def _quantization(options: ExportOptions) -> Quantization:
     if options.weights == "fp32":
         return Quantization("fp32")
-    return Quantization(options.weights, "rtn", options.group_size, options.symmetric)
+    return Quantization(
+        options.weights, "rtn", options.group_size, options.symmetric, embedding=options.embedding
+    )

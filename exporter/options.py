@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pagelet.models.errors import InputError
 
 WEIGHTS = ("int4", "fp32")
+EMBEDDINGS = ("int8", "int4")
 GROUP_SIZES = (32, 64, 128)
 TARGETS = ("cpu",)
 CACHE_TYPES = ("f32",)
@@ -18,6 +19,8 @@ class ExportOptions:
         weights: storage of the linear weights.
         group_size: inputs that share a scale (int4).
         symmetric: no minimum per group (int4): smaller, and further from the original.
+        embedding: storage of the embedding table and the head beside int4 weights. They lose most by
+            rounding, so they have 8 bits by default.
         max_context: tokens; None keeps the checkpoint's own.
         block_size: tokens per block of the KV cache.
         force: replace an existing bundle.
@@ -29,6 +32,7 @@ class ExportOptions:
     weights: str = "int4"
     group_size: int = 32
     symmetric: bool = False
+    embedding: str = "int8"
     target: str = "cpu"
     cache_type: str = "f32"
     max_context: int | None = None
@@ -37,6 +41,7 @@ class ExportOptions:
 
     def __post_init__(self) -> None:
         _one_of("weights", self.weights, WEIGHTS)
+        _one_of("embedding", self.embedding, EMBEDDINGS)
         _one_of("group size", self.group_size, GROUP_SIZES)
         _one_of("target", self.target, TARGETS)
         _one_of("cache type", self.cache_type, CACHE_TYPES)

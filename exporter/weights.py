@@ -56,6 +56,17 @@ class StoredWeights:
     entries: dict[str, TensorEntry]
 
 
+@dataclass(frozen=True)
+class Formats:
+    """How the matrices are stored: of the layers, and of the embedding table and the head. None: float32."""
+
+    layers: LinearFormat | None
+    tables: LinearFormat | None
+
+    def of(self, module: str) -> LinearFormat | None:
+        return self.tables if module in ("embedding", "head") else self.layers
+
+
 class WeightsFile:
     """Appends tensors to one file, each aligned; the file is mapped at run time."""
 
@@ -106,9 +117,9 @@ def vector_roles(spec: ModelSpec) -> Iterator[str]:
 
 
 def write_weights(
-    checkpoint: Checkpoint, spec: ModelSpec, format: LinearFormat | None, folder: Path, on_tensor: OnTensor
+    checkpoint: Checkpoint, spec: ModelSpec, formats: Formats, folder: Path, on_tensor: OnTensor
 ) -> StoredWeights:
-    """Stream every weight into `folder`/model.weights; linear layers in `format`, or float32 if None.
+    """Stream every weight into `folder`/model.weights, the matrices in `formats`.
 
     Raises:
         CheckpointError: a tensor holds NaN or infinity, or does not divide into groups; by its name.
@@ -120,7 +131,7 @@ def write_weights(
         for done, (module, roles) in enumerate(units):
             on_tensor(done, total, module)
             stored.linears[module], stored.entries[module] = _write_linear(
-                checkpoint, module, roles, format, file
+                checkpoint, module, roles, formats.of(module), file
             )
         for done, role in enumerate(vectors, len(units)):
             on_tensor(done, total, role)

@@ -47,7 +47,12 @@ def cache_bytes_per_token(spec: ModelSpec, type_name: str) -> int:
 
     2 × layers × KV heads × (head size × bytes per value + bytes per scale): Kwon et al. 2023, section 3.
     """
+    return sum(group_bytes_per_token(spec, type_name))
+
+
+def group_bytes_per_token(spec: ModelSpec, type_name: str) -> tuple[int, ...]:
+    """`cache_bytes_per_token` of the layers of each group in `spec.window_groups`."""
     row = cache_type(type_name)
-    return (
-        2 * spec.num_layers * spec.num_kv_heads * (spec.head_dim * row.bytes_per_value + row.bytes_per_scale)
-    )
+    layer_bytes = 2 * spec.num_kv_heads * (spec.head_dim * row.bytes_per_value + row.bytes_per_scale)
+    groups = [spec.group_of(layer) for layer in range(spec.num_layers)]
+    return tuple(layer_bytes * groups.count(group) for group in range(len(spec.window_groups)))

@@ -4,6 +4,7 @@
     ├── InputError            what a caller passed (also a ValueError)
     │   ├── PromptTooLongError
     │   └── CapacityError     a request or configuration that can never fit
+    │       └── QueueFullError    one that would fit later
     ├── CheckpointError       a source model: damaged, incomplete, refused
     │   └── UnsupportedError  well-formed, but something pagelet does not know
     ├── BundleError           an exported bundle: damaged, foreign, too new
@@ -29,6 +30,10 @@ class PromptTooLongError(InputError):
 
 class CapacityError(InputError):
     """A request or configuration needs more memory than there can ever be."""
+
+
+class QueueFullError(CapacityError):
+    """As many requests wait as may wait; the same one may be taken later."""
 
 
 class CheckpointError(PageletError):

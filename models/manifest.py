@@ -51,6 +51,7 @@ class Quantization:
     quantizer: str = "none"
     group_size: int = 0
     symmetric: bool = False
+    embedding: str = ""  # of the embedding table and the head, where it differs
 
 
 @dataclass(frozen=True)

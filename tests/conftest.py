@@ -53,6 +53,9 @@ def write_tiny_llama(folder: Path, *, seed: int = 0, dtype: str = "float32", **o
     """A random Llama with a byte-level tokenizer, as `save_pretrained` writes it."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
 
     defaults: dict[str, Any] = {
         "vocab_size": 320,

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 ALLOWED = {
     "models": {"models"},
-    "plugins": {"plugins", "models"},
+    "plugins": {"plugins"},
     "exporter": {"exporter", "models", "plugins"},
     "runtime": {"runtime", "models", "plugins"},
     "tools": {"tools", "exporter", "runtime", "models", "plugins"},

@@ -17,7 +17,7 @@ class Device:
 
     @property
     def usable(self) -> int:
-        """Bytes that a model may take: a quarter of shared memory is left to the system, of a GPU's a tenth."""
+        """Bytes for a model: a quarter of shared memory is left to the system, a tenth of a GPU's own."""
         return int(self.memory * (0.75 if self.shared else 0.9))
 
 

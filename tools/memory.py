@@ -3,9 +3,13 @@
 import sys
 from pathlib import Path
 
+_STATUS = Path("/proc/self/status")
+
 
 def peak_rss() -> int:
     """Largest resident size so far; 0 where the system does not say."""
+    if _STATUS.exists():  # getrusage would count the parent's memory before exec
+        return _status("VmHWM")
     try:
         import resource
     except ImportError:
@@ -16,7 +20,11 @@ def peak_rss() -> int:
 
 def anonymous_rss() -> int:
     """Resident bytes that no file backs (heap, stacks): what grows when something leaks. Linux only."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
+    return _status("RssAnon")
+
+
+def _status(field: str) -> int:
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
     return 0

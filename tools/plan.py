@@ -13,6 +13,7 @@ _FORMATS = {
     "int4-symmetric": LinearFormat(4, 32, asymmetric=False),
     "int8": LinearFormat(8, 32, asymmetric=False),
 }
+_TABLES = {"int4": "int8", "int4-symmetric": "int8"}  # the exporter's default
 _PLAIN = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 WEIGHT_TYPES = (*_FORMATS, *_PLAIN)
 
@@ -27,7 +28,7 @@ class Plan:
         weights, cache_type: what the following numbers are for.
         cache_bytes: the cache of `sequences` × `context` tokens.
         fits: weights and that cache are within `memory`.
-        max_tokens: tokens of cache beside the weights, over all sequences; 0 where the weights alone are too large.
+        max_tokens: tokens of cache beside the weights, over all sequences; 0 if the weights do not fit.
         decode_tokens_per_second: of all sequences together, if every byte came at full bandwidth once a step.
     """
 
@@ -49,8 +50,12 @@ class Plan:
 
 
 def weight_bytes(spec: ModelSpec, kind: str) -> int:
-    """Bytes of the weights file: matrices in `kind`, norms and biases in float32."""
-    return sum(_tensor_bytes(shape, kind) for _, shape in spec.weight_shapes())
+    """Bytes of the weights: matrices in `kind`, embedding and head as the exporter stores them beside it,
+    norms and biases in float32."""
+    return sum(
+        _tensor_bytes(shape, _TABLES.get(kind, kind) if role in ("embedding.weight", "head.weight") else kind)
+        for role, shape in spec.weight_shapes()
+    )
 
 
 def _tensor_bytes(shape: tuple[int, ...], kind: str) -> int:
@@ -100,5 +105,5 @@ def plan(
 
 def _bytes_read(spec: ModelSpec, kind: str) -> int:
     """Bytes of weights that one step reads: all but an embedding table that is not the head too."""
-    table = 0 if spec.tie_embeddings else _tensor_bytes((spec.vocab_size, spec.hidden_size), kind)
-    return weight_bytes(spec, kind) - table
+    table = _tensor_bytes((spec.vocab_size, spec.hidden_size), _TABLES.get(kind, kind))
+    return weight_bytes(spec, kind) - (0 if spec.tie_embeddings else table)

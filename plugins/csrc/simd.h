@@ -217,7 +217,7 @@ PAGELET_INLINE void load_transposed4(const float* const* rows, size_t offset, Ve
 
 #endif
 
-// e^x to 2 ulp; 0 below -87.33 (so e^-inf = 0, no denormals), e^88.3 above that, NaN stays NaN. Range
+// e^x to 1 ulp; 0 below -87.33 (so e^-inf = 0, no denormals), e^88.3 above that, NaN stays NaN. Range
 // reduction by Cody and Waite, then 1 + r + r^2 p(r) with a minimax p on [-ln2/2, ln2/2].
 PAGELET_INLINE Vec exp(Vec x) {
   const Vec shift = set1(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, kept in the low bits

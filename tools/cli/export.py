@@ -22,6 +22,12 @@ def add_parsers(commands: Any) -> None:
     form.add_argument(
         "--asymmetric", action="store_true", help="int4: a scale and a minimum per group (default)"
     )
+    parser.add_argument(
+        "--embedding",
+        choices=("int8", "int4"),
+        default="int8",
+        help="int4: the table and the head; default: int8",
+    )
     parser.add_argument("--target", choices=("cpu",), default="cpu", help="default: %(default)s")
     parser.add_argument("--max-context", type=int, metavar="N", help="tokens; default: the model's own")
     parser.add_argument(
@@ -38,6 +44,7 @@ def run(args: argparse.Namespace) -> None:
         weights=args.weights,
         group_size=args.group_size,
         symmetric=args.symmetric,
+        embedding=args.embedding,
         target=args.target,
         max_context=args.max_context,
         block_size=args.block_size,

@@ -44,7 +44,9 @@ def run(args: argparse.Namespace) -> None:
         sequences=args.sequences,
         bandwidth=device.bandwidth if device else None,
     )
-    print(json.dumps(made.to_json(), indent=1) if args.json else _table(made, device.title if device else None))
+    print(
+        json.dumps(made.to_json(), indent=1) if args.json else _table(made, device.title if device else None)
+    )
 
 
 def read_spec(source: Path) -> ModelSpec:
@@ -74,7 +76,10 @@ def _table(made: Plan, device: str | None) -> str:
         ("device", device or "as given"),
         ("memory for the model", _gib(made.memory)),
         *((f"weights {kind}", _gib(size)) for kind, size in made.weight_bytes.items()),
-        *((f"cache {kind}, per token", f"{size:,} bytes") for kind, size in made.cache_bytes_per_token.items()),
+        *(
+            (f"cache {kind}, per token", f"{size:,} bytes")
+            for kind, size in made.cache_bytes_per_token.items()
+        ),
         (
             "asked for",
             f"{made.weights} weights + {made.sequences} × {made.context:,} tokens of {made.cache_type} cache",
