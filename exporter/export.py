@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from pagelet.exporter.bundle import file_entries, new_bundle
 from pagelet.exporter.checkpoint import open_checkpoint
-from pagelet.exporter.graph import build_graph
+from pagelet.exporter.graph import CacheFormat, build_graph
 from pagelet.exporter.options import ExportOptions
 from pagelet.exporter.text import write_text_files
 from pagelet.exporter.weights import WEIGHTS_NAME, Formats, OnTensor, write_weights
@@ -41,7 +41,8 @@ def export(
         spec = _limited(checkpoint.spec, options.max_context)
         text, generation = write_text_files(checkpoint, folder)
         weights = write_weights(checkpoint, spec, _formats(options), folder, on_progress)
-        ir.save(build_graph(spec, weights, options.block_size, folder), folder / GRAPH_NAME)
+        cache = CacheFormat(options.block_size, options.cache_type)
+        ir.save(build_graph(spec, weights, cache, folder), folder / GRAPH_NAME)
         manifest = Manifest(
             spec=spec,
             quantization=_quantization(options),

@@ -11,6 +11,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from pagelet.exporter.weights import WEIGHTS_NAME, Linear, StoredTensor, StoredWeights
+from pagelet.models.cache import cache_type
 from pagelet.models.spec import ModelSpec
 
 DOMAIN = "pagelet"
@@ -18,19 +19,29 @@ _MICROSOFT = "com.microsoft"
 _OPSETS = {"": 21, DOMAIN: 1, _MICROSOFT: 1}
 _IR_VERSION = 10
 _DTYPES = {"float32": ir.DataType.FLOAT, "uint8": ir.DataType.UINT8}
+_CACHE_DTYPES = {"f32": "FLOAT", "f16": "FLOAT16", "int8": "INT8", "fp8": "FLOAT8E4M3FN"}
 
 
-def build_graph(spec: ModelSpec, weights: StoredWeights, block_size: int, folder: Path) -> ir.Model:
+@dataclass(frozen=True)
+class CacheFormat:
+    """Tokens per block, and how keys and values are stored: a name of `models.cache`."""
+
+    block_size: int
+    type: str
+
+
+def build_graph(spec: ModelSpec, weights: StoredWeights, cache: CacheFormat, folder: Path) -> ir.Model:
     """The whole model as ONNX; its weights stay in `folder`/model.weights.
 
     Inputs: input_ids, position_ids int64 [T]; cumulative_sequence_length int32 [S+1]; past_seqlens
     int32 [S]; block_table_g int32 [S, max_blocks] for each group of layers with the same window;
-    logits_indices int64 [R]; key_cache.i, value_cache.i float32 [blocks, block_size, num_kv_heads,
-    head_dim]. Outputs: logits float32 [R, vocab] and the
-    caches, to be bound to the very buffers of the inputs.
+    logits_indices int64 [R]; key_cache.i, value_cache.i of the cache type [blocks, block_size,
+    num_kv_heads, head_dim]; where it has scales, key_scale_cache.i, value_scale_cache.i float32 [blocks,
+    block_size, num_kv_heads]. Outputs: logits float32 [R, vocab] and the caches (key_cache_out.i, …), to be
+    bound to the very buffers of the inputs.
     """
     build = _Builder(weights, folder)
-    hidden = _decoder(build, spec, block_size)
+    hidden = _decoder(build, spec, cache)
     rows = build.op(
         "Gather", [hidden, build.input("logits_indices", "INT64", ["R"])], name="/logits/rows", axis=0
     )
@@ -39,7 +50,7 @@ def build_graph(spec: ModelSpec, weights: StoredWeights, block_size: int, folder
     return build.model(logits, ["R", spec.vocab_size])
 
 
-def _decoder(build: "_Builder", spec: ModelSpec, block_size: int) -> ir.Value:
+def _decoder(build: "_Builder", spec: ModelSpec, cache: CacheFormat) -> ir.Value:
     """Token ids to the normed hidden states [T, hidden] before the head."""
     linears = build.weights.linears
     step = _step_inputs(build, spec)
@@ -48,7 +59,7 @@ def _decoder(build: "_Builder", spec: ModelSpec, block_size: int) -> ir.Value:
     for layer in range(spec.num_layers):
         at, path = f"layers.{layer}.", f"/layers.{layer}/"
         qkv = build.linear(hidden, linears[at + "attention.qkv"], path + "attention/qkv")
-        attended = _attention(build, spec, qkv, step, layer, block_size)
+        attended = _attention(build, spec, qkv, step, layer, cache)
         delta = build.linear(attended, linears[at + "attention.o"], path + "attention/o")
         hidden, residual = build.skip_norm(delta, residual, at + "mlp.norm", spec)
         gate_up = build.linear(hidden, linears[at + "mlp.gate_up"], path + "mlp/gate_up")
@@ -88,13 +99,18 @@ def _step_inputs(build: "_Builder", spec: ModelSpec) -> _Step:
 
 
 def _attention(
-    build: "_Builder", spec: ModelSpec, qkv: ir.Value, step: _Step, layer: int, block_size: int
+    build: "_Builder", spec: ModelSpec, qkv: ir.Value, step: _Step, layer: int, cache: CacheFormat
 ) -> ir.Value:
     group = spec.group_of(layer)
-    shape: list[int | str] = [f"blocks_{group}", block_size, spec.num_kv_heads, spec.head_dim]
-    key_cache, value_cache = (
-        build.input(f"{kind}_cache.{layer}", "FLOAT", shape) for kind in ("key", "value")
-    )
+    rows: list[int | str] = [f"blocks_{group}", cache.block_size, spec.num_kv_heads]
+    dtype = _CACHE_DTYPES[cache.type]
+    caches = [
+        build.input(f"{kind}_cache.{layer}", dtype, [*rows, spec.head_dim]) for kind in ("key", "value")
+    ]
+    scales: list[ir.Value] = []
+    if cache_type(cache.type).bytes_per_scale:
+        scales = [build.input(f"{kind}_scale_cache.{layer}", "FLOAT", rows) for kind in ("key", "value")]
+    optional_scales: list[ir.Value | None] = [*scales] or [None, None]
     shared = [
         step.cumulative_sequence_length,
         step.past_seqlens,
@@ -103,9 +119,8 @@ def _attention(
         step.sin,
     ]
     return build.attention(
-        [qkv, None, None, key_cache, value_cache, *shared, None, None, step.position_ids],
-        cache_outputs=[f"{kind}_cache_out.{layer}" for kind in ("key", "value")],
-        cache_shape=shape,
+        [qkv, None, None, *caches, *shared, *optional_scales, step.position_ids],
+        [*caches, *scales],
         name=f"/layers.{layer}/attention/paged",
         num_heads=spec.num_heads,
         kv_num_heads=spec.num_kv_heads,
@@ -225,18 +240,19 @@ class _Builder:
     def attention(
         self,
         inputs: Sequence[ir.Value | None],
-        cache_outputs: Sequence[str],
-        cache_shape: Sequence[int | str],
+        caches: Sequence[ir.Value],
         *,
         name: str,
         **attributes: object,
     ) -> ir.Value:
-        attended, *caches = self.ops(
-            "PagedAttention", inputs, [name, *cache_outputs], name=name, domain=DOMAIN, **attributes
+        """Each of `caches`, key_cache.3 say, is written: its output is key_cache_out.3."""
+        outputs = [str(cache.name).replace(".", "_out.") for cache in caches]
+        attended, *written = self.ops(
+            "PagedAttention", inputs, [name, *outputs], name=name, domain=DOMAIN, **attributes
         )
-        for cache in caches:
-            cache.shape, cache.type = ir.Shape(cache_shape), ir.TensorType(ir.DataType.FLOAT)
-        self._cache_outputs += caches
+        for cache, output in zip(caches, written, strict=True):
+            output.shape, output.type = cache.shape, cache.type
+        self._cache_outputs += written
         return attended
 
     def model(self, logits: ir.Value, logits_shape: Sequence[int | str]) -> ir.Model:

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 
+from pagelet.models.cache import CACHE_TYPES
 from pagelet.models.errors import InputError
 
 WEIGHTS = ("int4", "fp32")
 EMBEDDINGS = ("int8", "int4")
 GROUP_SIZES = (32, 64, 128)
 TARGETS = ("cpu",)
-CACHE_TYPES = ("f32",)
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,8 @@ class ExportOptions:
         symmetric: no minimum per group (int4): smaller, and further from the original.
         embedding: storage of the embedding table and the head beside int4 weights. They lose most by
             rounding, so they have 8 bits by default.
+        cache_type: storage of keys and values in the KV cache: "f32", "f16", "int8" or "fp8" (E4M3), the
+            last two with a scale per token and KV head.
         max_context: tokens; None keeps the checkpoint's own.
         block_size: tokens per block of the KV cache.
         force: replace an existing bundle.
@@ -44,7 +46,7 @@ class ExportOptions:
         _one_of("embedding", self.embedding, EMBEDDINGS)
         _one_of("group size", self.group_size, GROUP_SIZES)
         _one_of("target", self.target, TARGETS)
-        _one_of("cache type", self.cache_type, CACHE_TYPES)
+        _one_of("cache type", self.cache_type, tuple(CACHE_TYPES))
         if self.max_context is not None and self.max_context < 1:
             raise InputError(f"max context is {self.max_context}; expected at least 1 token.")
         if not 1 <= self.block_size <= 4096:

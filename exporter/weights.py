@@ -244,7 +244,8 @@ def _minimums(block: Blocks, format: LinearFormat) -> NDArray[np.float16] | None
     """Q4_0's d·(q−8) is d·q + (−8·d), exactly: eight is a power of two."""
     if not format.asymmetric or block.minimums is not None:
         return block.minimums
-    return (np.float16(-8) * block.scales).astype(np.float16)
+    minimums: NDArray[np.float16] = block.scales * np.float16(-8)
+    return minimums
 
 
 def _finite(

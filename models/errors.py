@@ -8,6 +8,7 @@
     ├── CheckpointError       a source model: damaged, incomplete, refused
     │   └── UnsupportedError  well-formed, but something pagelet does not know
     ├── BundleError           an exported bundle: damaged, foreign, too new
+    ├── SessionError          a saved session: damaged, or not of this model and cache
     ├── BackendError          the engine underneath failed or is missing
     ├── EngineClosedError     a call on a closed engine
     └── CancelledError        the caller cancelled
@@ -46,6 +47,10 @@ class UnsupportedError(CheckpointError):
 
 class BundleError(PageletError):
     """A bundle is damaged, incomplete, foreign, or newer than this version."""
+
+
+class SessionError(PageletError):
+    """A session file is damaged, newer than this version, or of another model or kind of cache."""
 
 
 class BackendError(PageletError):

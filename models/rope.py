@@ -64,7 +64,8 @@ def _unscaled(inverse: FloatArray, rope: RopeSpec) -> FloatArray:
 
 
 def _linear(inverse: FloatArray, rope: RopeSpec) -> FloatArray:
-    return inverse / np.float32(rope.factor)
+    scaled: FloatArray = inverse / np.float32(rope.factor)
+    return scaled
 
 
 def _llama3(inverse: FloatArray, rope: RopeSpec) -> FloatArray:
@@ -81,7 +82,9 @@ def _llama3(inverse: FloatArray, rope: RopeSpec) -> FloatArray:
 
 
 def _factors(inverse: FloatArray, rope: RopeSpec) -> FloatArray:
-    return inverse / np.asarray(rope.frequency_divisors, dtype=np.float32)
+    divisors: FloatArray = np.asarray(rope.frequency_divisors, dtype=np.float32)
+    scaled: FloatArray = inverse / divisors
+    return scaled
 
 
 _SCALINGS = {"none": _unscaled, "linear": _linear, "llama3": _llama3, "factors": _factors}

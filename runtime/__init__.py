@@ -3,7 +3,8 @@
 from pagelet.runtime.config import EngineConfig
 from pagelet.runtime.engine import Engine
 from pagelet.runtime.request import Choice, Chunk, ChunkStream, Completion, Request, Timings, Usage
-from pagelet.runtime.sampling import SampledToken, SamplingParams
+from pagelet.runtime.sampling import SampledToken, SamplerState, SamplingParams
+from pagelet.runtime.session import LoadedSession, SessionInfo
 from pagelet.runtime.stats import EngineStats
 
 __all__ = [
@@ -14,9 +15,12 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "EngineStats",
+    "LoadedSession",
     "Request",
     "SampledToken",
+    "SamplerState",
     "SamplingParams",
+    "SessionInfo",
     "Timings",
     "Usage",
 ]

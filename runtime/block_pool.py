@@ -1,133 +1,143 @@
-"""The block pool: who owns which slot of the paged KV cache.
+"""The block pool: who owns which block of the paged KV cache, and which blocks can be found again.
 
-A block holds the keys and values of `block_size` consecutive tokens, in every layer. The pool knows
-block numbers and reference counts only; the memory itself belongs to the backend. Not thread-safe:
-the step loop owns it.
+A block holds the keys and values of `block_size` consecutive tokens, in every layer of its group. The pool
+knows block numbers, reference counts and keys only; the memory itself belongs to the backend. Not
+thread-safe: the step loop owns it.
 """
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
-import numpy as np
-from numpy.typing import NDArray
-
-UNMAPPED = -1
+# Names the tokens of a block and all before them: see `prefix_cache`.
+Key = bytes
 
 
 class BlockPool:
-    """A fixed number of blocks with reference counts; every operation is O(1) per block.
+    """A fixed number of blocks; every operation is O(1) per block.
 
-    Ownership: a block is either on the free list with count 0, or in `count` block tables.
+    Ownership: a block is exactly one of
+    - free: on the free list, count 0, no key;
+    - cached: count 0, with a key, in the order in which their last references went;
+    - used: in `count` block tables, with a key once it is published.
+
+    Cached blocks are available: `allocate` takes free blocks first, then evicts the cached block that went
+    unused longest. A table gives its blocks back from the last to the first, and holds a block's
+    predecessors as long as the block, so with full attention no block is evicted before its successors.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.block_size = block_size
+        self.num_evicted = 0
         # A stack: the block that was freed last is the warmest in the processor's caches.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._references = [0] * num_blocks
+        self._keys: list[Key | None] = [None] * num_blocks
+        self._blocks: dict[Key, int] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
     @property
-    def num_used(self) -> int:
-        return self.num_blocks - len(self._free)
+    def num_cached(self) -> int:
+        return len(self._cached)
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
-        return -(-num_tokens // self.block_size)
+    @property
+    def num_available(self) -> int:
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - self.num_available
+
+    @property
+    def num_shared(self) -> int:
+        """Blocks in more than one table."""
+        return sum(count > 1 for count in self._references)
 
     def allocate(self) -> int:
-        """Take a free block, with one reference. There must be one: see `num_free`."""
-        block = self._free.pop()
+        """Take an available block, with one reference. There must be one: see `num_available`."""
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._cached.popitem(last=False)
+            self._forget(block)
+            self.num_evicted += 1
         self._references[block] = 1
         return block
 
     def share(self, block: int) -> None:
-        """Add a reference to a block in use."""
-        assert self._references[block] > 0, f"block {block} is free and cannot be shared"
+        """Add a reference to a used or cached block."""
+        if not self._references[block]:
+            assert self._keys[block] is not None, f"block {block} is free and cannot be shared"
+            del self._cached[block]
         self._references[block] += 1
 
     def release(self, block: int) -> None:
-        """Give one reference back; the last one frees the block."""
+        """Give one reference back; with the last one the block becomes cached if it has a key, else free."""
         assert self._references[block] > 0, f"block {block} is freed twice"
         self._references[block] -= 1
-        if not self._references[block]:
+        if self._references[block]:
+            return
+        if self._keys[block] is None:
             self._free.append(block)
+        else:
+            self._cached[block] = None
 
-    def check_integrity(self, tables: Iterable["BlockTable"]) -> None:
-        """Assert that free and used blocks partition the pool, given every table that uses it."""
-        held: Counter[int] = Counter()
-        for table in tables:
-            table.check_integrity()
-            held.update(table.mapped())
-        free = set(self._free)
+    def publish(self, block: int, key: Key) -> int:
+        """Let `find` give out a used block, whose contents never change from here on.
+
+        Where another block has the key already, the two hold the same values: the caller's reference moves
+        to that one. Returns the block to use.
+        """
+        found = self._blocks.get(key)
+        if found is None:
+            assert self._references[block] > 0, f"block {block} is not in use and cannot be published"
+            assert self._keys[block] is None, f"block {block} is published under two keys"
+            self._blocks[key], self._keys[block] = block, key
+            return block
+        if found != block:
+            self.share(found)
+            self.release(block)
+        return found
+
+    def find(self, key: Key) -> int | None:
+        """The published block, used or cached, with this key."""
+        return self._blocks.get(key)
+
+    def is_cached(self, block: int) -> bool:
+        return block in self._cached
+
+    def is_writable(self, block: int) -> bool:
+        """Whether the only table that holds the block may write into it."""
+        return self._references[block] == 1 and self._keys[block] is None
+
+    def _forget(self, block: int) -> None:
+        key = self._keys[block]
+        assert key is not None
+        del self._blocks[key]
+        self._keys[block] = None
+
+    def check_integrity(self, held: Iterable[int]) -> None:
+        """Assert that free, cached and used blocks partition the pool, and that every count and key is right.
+
+        `held` are the blocks of all tables, each as often as tables hold it.
+        """
+        counts = Counter(held)
+        free, cached = set(self._free), set(self._cached)
         assert len(free) == len(self._free), "a block is on the free list twice"
-        assert free.isdisjoint(held), f"blocks {sorted(free & held.keys())} are both free and in a table"
-        assert len(free) + len(held) == self.num_blocks, "a block is neither free nor in a table"
+        assert free.isdisjoint(counts), f"blocks {sorted(free & counts.keys())} are both free and in a table"
+        assert cached.isdisjoint(counts), "a block is both cached and in a table"
+        assert free.isdisjoint(cached), "a block is both free and cached"
+        assert len(free) + len(cached) + len(counts) == self.num_blocks, (
+            "a block is neither free nor cached nor in a table"
+        )
         for block, count in enumerate(self._references):
-            assert count == held[block], f"block {block} counts {count} references, tables hold {held[block]}"
-
-
-class BlockTable:
-    """The blocks of one sequence, and how many of its tokens they hold.
-
-    Attributes:
-        blocks: int32 [max_blocks]; physical block of each logical block, UNMAPPED beyond the last.
-        length: tokens in the cache; token p lives in slot `p % block_size` of logical block
-            `p // block_size`.
-    """
-
-    def __init__(self, pool: BlockPool, max_blocks: int) -> None:
-        self._pool = pool
-        self.blocks: NDArray[np.int32] = np.full(max_blocks, UNMAPPED, np.int32)
-        self.num_blocks = 0
-        self.length = 0
-
-    def missing_blocks(self, num_tokens: int) -> int:
-        """Free blocks that `append(num_tokens)` would take."""
-        return self._pool.blocks_for(self.length + num_tokens) - self.num_blocks
-
-    def append(self, num_tokens: int) -> bool:
-        """Make room for `num_tokens` more; False, and nothing changed, where the pool has too few blocks."""
-        missing = self.missing_blocks(num_tokens)
-        if missing > self._pool.num_free:
-            return False
-        for _ in range(missing):
-            self.blocks[self.num_blocks] = self._pool.allocate()
-            self.num_blocks += 1
-        self.length += num_tokens
-        return True
-
-    def truncate(self, length: int) -> None:
-        """Keep the first `length` tokens and give the blocks behind them back."""
-        assert 0 <= length <= self.length, f"truncate to {length}, but the table holds {self.length}"
-        keep = self._pool.blocks_for(length)
-        for block in self.blocks[keep : self.num_blocks][::-1].tolist():
-            self._pool.release(block)
-        self.blocks[keep : self.num_blocks] = UNMAPPED
-        self.num_blocks = keep
-        self.length = length
-
-    def free(self) -> None:
-        """Give every block back."""
-        self.truncate(0)
-
-    def mapped(self) -> list[int]:
-        """Physical blocks in logical order."""
-        mapped: list[int] = self.blocks[: self.num_blocks].tolist()
-        return mapped
-
-    def check_integrity(self) -> None:
-        """Assert that the table maps exactly the blocks that its tokens need, each once."""
-        mapped = self.mapped()
-        assert self.num_blocks == self._pool.blocks_for(self.length), (
-            "a table maps too many or too few blocks"
-        )
-        assert len(set(mapped)) == len(mapped), "a table maps one block twice"
-        assert all(0 <= block < self._pool.num_blocks for block in mapped), (
-            "a table maps a block out of range"
-        )
-        assert (self.blocks[self.num_blocks :] == UNMAPPED).all(), "a table maps a block beyond its end"
+            assert count == counts[block], (
+                f"block {block} counts {count} references, tables hold {counts[block]}"
+            )
+        keyed = {key: block for block, key in enumerate(self._keys) if key is not None}
+        assert keyed == self._blocks, "the index and the blocks' keys differ"
+        assert cached <= set(keyed.values()), "a cached block has no key"
+        assert free.isdisjoint(keyed.values()), "a free block has a key"

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ _BOUNDS = {
     "max_sequences": (1, 1024),
     "max_step_tokens": (1, 65_536),
     "max_queue": (1, 1_000_000),
+    "max_queue_tokens": (1, 1 << 40),
     "max_context": (1, 1 << 24),
 }
 
@@ -45,7 +47,11 @@ class EngineConfig:
         max_sequences: sequences that run at once.
         max_step_tokens: tokens of one step; a longer prompt is read in chunks of at most this.
         max_queue: sequences that may wait; a request beyond it is refused.
+        max_queue_tokens: tokens, prompts and the longest replies to them, that may wait; so neither many
+            requests nor one with a large `n` can cause work without a limit.
         max_context: tokens of one sequence; None: the model's own limit.
+        prefix_cache: keep the blocks of finished sequences until memory is needed, for later requests
+            that begin with the same tokens.
 
     Raises:
         InputError: a value of the wrong type or out of its bounds.
@@ -56,7 +62,9 @@ class EngineConfig:
     max_sequences: int = 32
     max_step_tokens: int = 512
     max_queue: int = 1024
+    max_queue_tokens: int = 1 << 24
     max_context: int | None = None
+    prefix_cache: bool = True
 
     def __post_init__(self) -> None:
         if self.kv_memory is not None:
@@ -67,6 +75,8 @@ class EngineConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
                 raise InputError(f"{name} is {value!r}; expected a whole number from {least} to {most}.")
+        if not isinstance(self.prefix_cache, bool):
+            raise InputError(f"prefix_cache is {self.prefix_cache!r}; expected true or false.")
         if self.max_step_tokens < self.max_sequences:
             raise InputError(
                 f"max_step_tokens is {self.max_step_tokens}, below max_sequences, {self.max_sequences}: "
@@ -83,8 +93,8 @@ class EngineConfig:
         reject_unknown(values, (f.name for f in fields(cls)), "engine config", InputError)
         return cls(**values)
 
-    def cache_bytes(self, bytes_per_token: int, model_context: int) -> int:
-        """Bytes to spend on the KV cache of a model whose cache takes `bytes_per_token`.
+    def cache_bytes(self, sequence_bytes: Callable[[int], int], model_context: int) -> int:
+        """Bytes to spend on the KV cache, where a sequence of n tokens takes `sequence_bytes(n)`.
 
         Raises:
             CapacityError: `kv_memory` is more than the memory that is free.
@@ -92,7 +102,7 @@ class EngineConfig:
         free = available_memory()
         if self.kv_memory is None:
             context = min(model_context, self.max_context or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
-            return min(DEFAULT_SEQUENCES * context * bytes_per_token, free // 4)
+            return min(DEFAULT_SEQUENCES * sequence_bytes(context), free // 4)
         size = parse_size(self.kv_memory, "kv_memory")
         if size > free:
             raise CapacityError(

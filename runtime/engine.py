@@ -1,23 +1,35 @@
 """Engine: a bundle that generates. The public face of the runtime; its steps are in `step_loop`."""
 
+from __future__ import annotations
+
 import asyncio
-import secrets
 import threading
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 from pagelet.models.errors import InputError
+from pagelet.models.manifest import Manifest
+from pagelet.models.spec import ModelSpec
 from pagelet.runtime.backends.base import Backend, Float32Array
 from pagelet.runtime.config import EngineConfig
 from pagelet.runtime.opening import OnOpenProgress, open_bundle
-from pagelet.runtime.prompts import EncodedPrompt, LengthLimits, Prompt, check_prompt, encode_prompt
-from pagelet.runtime.request import Chunk, ChunkStream, Completion, OnProgress, Request, Sink
-from pagelet.runtime.sampling import Sampler, SamplingParams
+from pagelet.runtime.prompts import LengthLimits, Prompt, check_prompt
+from pagelet.runtime.request import Chunk, ChunkStream, Completion, Request
+from pagelet.runtime.request_options import OnProgress, Options, RequestOptions
+from pagelet.runtime.sampling import SamplingParams
+from pagelet.runtime.session import LoadedSession, SessionInfo, load, save
 from pagelet.runtime.stats import EngineStats
 from pagelet.runtime.step_loop import StepLoop
-from pagelet.runtime.tasks import Generation, Scoring
-from pagelet.runtime.text import TextStream, Tokenizer
+from pagelet.runtime.submission import Submitter
+from pagelet.runtime.tasks import Scoring
+from pagelet.runtime.text import Tokenizer
+from pagelet.runtime.truncation import OnContextFull
+
+if TYPE_CHECKING:  # in `typing` from Python 3.11 on
+    from typing_extensions import Unpack
 
 
 class Engine:
@@ -27,13 +39,23 @@ class Engine:
     block, or when it is no longer referenced.
     """
 
-    def __init__(self, backend: Backend, tokenizer: Tokenizer, config: EngineConfig | None = None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        tokenizer: Tokenizer,
+        config: EngineConfig | None = None,
+        *,
+        manifest: Manifest | None = None,
+    ) -> None:
         """Start a step loop over `backend`, which belongs to the engine from here on."""
         self.config = config or EngineConfig()
         self.tokenizer = tokenizer
+        self.manifest = manifest
         self.vocab_size = backend.vocab_size
         self._loop = StepLoop(backend, self.config)
-        self._limits = LengthLimits(self._loop.context, backend.layout.num_tokens)
+        context = self._loop.context
+        self._limits = LengthLimits(context, backend.layout.max_tokens(context))
+        self._submitter = Submitter(self._loop, tokenizer, self.vocab_size, self._limits)
         self._scoring = threading.Lock()
 
     @classmethod
@@ -44,7 +66,7 @@ class Engine:
         *,
         verify: bool = False,
         on_progress: OnOpenProgress | None = None,
-    ) -> "Engine":
+    ) -> Engine:
         """Open a bundle.
 
         Args:
@@ -59,8 +81,13 @@ class Engine:
             CancelledError: `on_progress` returned False.
         """
         config = config or EngineConfig()
-        backend, tokenizer = open_bundle(Path(path), config, verify, on_progress)
-        return cls(backend, tokenizer, config)
+        backend, tokenizer, manifest = open_bundle(Path(path), config, verify, on_progress)
+        return cls(backend, tokenizer, config, manifest=manifest)
+
+    @property
+    def spec(self) -> ModelSpec | None:
+        """The model, where the engine was opened from a bundle."""
+        return None if self.manifest is None else self.manifest.spec
 
     @property
     def max_context(self) -> int:
@@ -77,73 +104,53 @@ class Engine:
         priority: int = 0,
         timeout: float | None = None,
         on_progress: OnProgress | None = None,
+        cache_salt: str | None = None,
+        prefix_cache: bool = True,
+        on_context_full: OnContextFull = "refuse",
     ) -> Request:
         """Queue a request and return at once.
 
         Args:
             prompt: raw text, a list of messages (they go through the chat template), or token ids.
-            priority: higher is served first; equal ones in order of arrival.
-            timeout: seconds from now; what is there then becomes the result, with finish_reason "timeout".
-            on_progress: told (prompt tokens read, prompt tokens), in the engine's own thread, so it must
-                be quick. If it returns False the request is cancelled.
+            priority, timeout, on_progress, cache_salt, prefix_cache, on_context_full: see RequestOptions.
 
         Raises:
             InputError: an empty prompt, a token id outside the vocabulary, or a parameter out of range.
             PromptTooLongError: the prompt leaves no room in the context.
-            CapacityError: the request can never fit into the KV cache, or the queue is full.
+            CapacityError: the request can never fit into the KV cache or the queue.
+            QueueFullError: too much waits at this moment.
             EngineClosedError: the engine is closed, or belongs to the process this one was forked from.
         """
-        encoded = self._encode(prompt)
-        return self._start(encoded, params, priority, timeout, on_progress)
+        options = RequestOptions(priority, timeout, on_progress, cache_salt, prefix_cache, on_context_full)
+        return self._submitter.submit(self._submitter.encode(prompt, params, options), params, options)
 
     def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        timeout: float | None = None,
-        on_progress: OnProgress | None = None,
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[Options]
     ) -> Completion:
         """Generate and wait for the end; arguments and errors as in `submit`."""
-        request = self.submit(prompt, params, priority=priority, timeout=timeout, on_progress=on_progress)
-        return _await_result(request)
+        return _await_result(self.submit(prompt, params, **options))
 
     def generate_all(
-        self, prompts: Iterable[Prompt], params: SamplingParams | None = None, *, priority: int = 0
+        self, prompts: Iterable[Prompt], params: SamplingParams | None = None, **options: Unpack[Options]
     ) -> list[Completion]:
-        """Generate from several prompts at once; results in their order, errors as in `submit`."""
+        """Generate from several prompts at once; results in their order, otherwise as in `submit`."""
         requests: list[Request] = []
         try:
             for prompt in prompts:
-                requests.append(self.submit(prompt, params, priority=priority))
+                requests.append(self.submit(prompt, params, **options))
             return [request.result() for request in requests]
         finally:
             for request in requests:
                 request.cancel()
 
     def stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        timeout: float | None = None,
-        on_progress: OnProgress | None = None,
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[Options]
     ) -> ChunkStream:
         """Iterate over text as it comes; closing or dropping the iterator cancels. As in `submit`."""
-        return ChunkStream(
-            self.submit(prompt, params, priority=priority, timeout=timeout, on_progress=on_progress)
-        )
+        return ChunkStream(self.submit(prompt, params, **options))
 
     async def astream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        timeout: float | None = None,
-        on_progress: OnProgress | None = None,
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[Options]
     ) -> AsyncIterator[Chunk]:
         """`stream` for asyncio: the event loop is never blocked; cancelling the task cancels the request."""
         loop = asyncio.get_running_loop()
@@ -152,14 +159,107 @@ class Engine:
         def sink(chunk: Chunk | None) -> None:
             loop.call_soon_threadsafe(chunks.put_nowait, chunk)
 
-        encoded = await asyncio.to_thread(self._encode, prompt)
-        request = self._start(encoded, params, priority, timeout, on_progress, sink)
+        checked = RequestOptions(**options)
+        encoded = await asyncio.to_thread(self._submitter.encode, prompt, params, checked)
+        request = self._submitter.submit(encoded, params, checked, sink=sink)
         try:
             while (chunk := await chunks.get()) is not None:
                 yield chunk
             request.raise_error()
         finally:
             request.cancel()
+
+    def fork(
+        self,
+        request: Request,
+        params: SamplingParams | None = None,
+        *,
+        sample: int = 0,
+        priority: int | None = None,
+        timeout: float | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> Request:
+        """Continue from what a request has so far, as a request of its own; the other one goes on unchanged.
+
+        Its prompt is the prompt of `request` and all that sample `sample` has generated when this is called
+        (a stop token too), and penalties treat it so. It shares the blocks of a request that still runs, and
+        finds those of a finished one in the prefix cache, under the same salt; nothing else differs from a
+        new request with these tokens.
+
+        Args:
+            params: None: those of `request` with a new seed, or the samples would say the same again.
+            priority: None: that of `request`.
+
+        Raises:
+            InputError: no such sample, or a request of another engine.
+            PageletError: `request` failed, or as in `submit`.
+        """
+        options = replace(
+            request.options,
+            priority=request.options.priority if priority is None else priority,
+            timeout=timeout,
+            on_progress=on_progress,
+        )
+        return self._submitter.fork(request, params or replace(request.params, seed=None), options, sample)
+
+    def save_session(
+        self,
+        path: str | Path,
+        request_or_tokens: Request | Iterable[int],
+        *,
+        sample: int = 0,
+        cache_salt: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> SessionInfo:
+        """Write a sequence to a file: tokens, sampler state, and its full blocks that are in the cache.
+
+        Args:
+            request_or_tokens: sample `sample` of a request, with all that it has generated so far, or tokens.
+            cache_salt: under which the tokens were read; a request knows its own.
+            metadata: JSON of the caller's own, given back by `load_session`.
+
+        Raises:
+            InputError: no such sample, no tokens, or the file cannot be written; an older one is still there.
+            PageletError: the request failed, or the engine is closed.
+        """
+        return save(
+            self._loop,
+            Path(path),
+            request_or_tokens,
+            self.vocab_size,
+            sample=sample,
+            cache_salt=cache_salt,
+            metadata=metadata,
+        )
+
+    def load_session(self, path: str | Path, *, cache_salt: str | None = None) -> LoadedSession:
+        """Read a session file and put its blocks into the prefix cache, where requests find them.
+
+        Blocks without room are dropped, from the end. A checksum finds damage, not malice: blocks that
+        somebody made up would answer whoever asks with these tokens and this salt, so load a stranger's file
+        under a salt of its own.
+
+        Raises:
+            SessionError: damaged, or of another version, model, cache type or block size.
+            InputError: the file cannot be read.
+        """
+        return load(self._loop, Path(path), self.vocab_size, cache_salt=cache_salt)
+
+    def resume(
+        self, session: LoadedSession, *, max_tokens: int | None = None, **options: Unpack[Options]
+    ) -> Request:
+        """Go on with a saved request as if it had never stopped: greedy or sampled, the same tokens follow.
+
+        Args:
+            max_tokens: new tokens; None: those that the saved request had left.
+
+        Raises:
+            InputError: tokens were saved, not a request; or it has none left. Otherwise as in `submit`.
+        """
+        if session.sampler is None:
+            raise InputError("the session has tokens only; pass its token_ids to generate or submit.")
+        checked = RequestOptions(**options)
+        return self._submitter.resume(session.token_ids, session.sampler, max_tokens, checked)
 
     def logits(self, token_ids: Iterable[int]) -> Float32Array:
         """Logits float32 [T, vocab] after each of T tokens, through the same steps as generation.
@@ -175,13 +275,24 @@ class Engine:
             raise InputError("a callback of the engine must not wait for logits: it would wait for itself.")
         # One at a time: this bounds the rows of logits in a step.
         with self._scoring:
-            task = Scoring(tokens, self._loop.new_table(), self._loop.new_rank(), self.vocab_size)
+            # Every row is wanted, so nothing can come from the cache.
+            cache = self._loop.blocks.new_cache(prefix_cache=False)
+            task = Scoring(tokens, cache, self._loop.new_rank(), self.vocab_size)
             self._loop.enqueue([task])
             return task.future.result()
 
     def stats(self) -> EngineStats:
         """Blocks, sequences, tokens and step times at this moment."""
         return self._loop.stats()
+
+    def check_integrity(self) -> None:
+        """Check, between two steps, that every block of the cache is free, cached or used, and counted right.
+
+        Raises:
+            AssertionError: says what is wrong; a bug of this library.
+            EngineClosedError: the engine is closed.
+        """
+        self._loop.check_integrity()
 
     def close(self) -> None:
         """Stop after the current step and free the model; unfinished requests fail. Closing twice is fine.
@@ -193,54 +304,13 @@ class Engine:
             raise InputError("a callback must not close its own engine; cancel the request instead.")
         self._loop.close()
 
-    def __enter__(self) -> "Engine":
+    def __enter__(self) -> Engine:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _encode(self, prompt: Prompt) -> EncodedPrompt:
-        self._loop.check_open()
-        return encode_prompt(prompt, self.tokenizer, self.vocab_size)
-
-    def _start(
-        self,
-        prompt: EncodedPrompt,
-        params: SamplingParams | None,
-        priority: int,
-        timeout: float | None,
-        on_progress: OnProgress | None,
-        sink: Sink | None = None,
-    ) -> Request:
-        params = params or SamplingParams()
-        params.check_vocabulary(self.vocab_size)
-        _check_options(priority, timeout)
-        tokens = prompt.token_ids
-        max_length = self._limits.max_length(len(tokens), params.max_tokens)
-        request = Request(
-            len(tokens), on_cancel=self._loop.cancel, on_progress=on_progress, timeout=timeout, sink=sink
-        )
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        end_ids = () if params.ignore_eos else self.tokenizer.eos_token_ids
-        request.samples = tuple(
-            Generation(
-                request,
-                index,
-                list(tokens),
-                self._loop.new_table(),
-                self._loop.new_rank(priority),
-                sampler=Sampler(params, self.vocab_size, tokens, seed=seed, sample_index=index),
-                text=TextStream(self.tokenizer, params.stop, prompt.tail),
-                stop_token_ids=frozenset((*params.stop_token_ids, *end_ids)),
-                max_length=max_length,
-                with_logprobs=params.logprobs is not None,
-            )
-            for index in range(params.n)
-        )
-        self._loop.enqueue(request.samples)
-        return request
 
 
 def _await_result(request: Request) -> Completion:
@@ -249,12 +319,3 @@ def _await_result(request: Request) -> Completion:
         return request.result()
     finally:
         request.cancel()
-
-
-def _check_options(priority: int, timeout: float | None) -> None:
-    if not isinstance(priority, int):
-        raise InputError(f"priority is {priority!r}; expected a whole number.")
-    if timeout is not None and not (
-        isinstance(timeout, int | float) and 0 < timeout <= threading.TIMEOUT_MAX
-    ):
-        raise InputError(f"timeout is {timeout!r}; expected seconds above 0, or None.")

@@ -16,7 +16,7 @@ OnOpenProgress = Callable[[str, float], bool | None]
 
 def open_bundle(
     folder: Path, config: EngineConfig, verify: bool, on_progress: OnOpenProgress | None
-) -> tuple[Backend, Tokenizer]:
+) -> tuple[Backend, Tokenizer, Manifest]:
     """What `Engine.open` does; errors as there. Nothing stays open if it fails or is cancelled."""
 
     def report(stage: str, fraction: float) -> None:
@@ -35,7 +35,7 @@ def open_bundle(
     except BaseException:
         backend.close()
         raise
-    return backend, tokenizer
+    return backend, tokenizer, manifest
 
 
 def _check_files(
@@ -57,14 +57,15 @@ def _check_files(
 def _open_backend(folder: Path, manifest: Manifest, config: EngineConfig) -> Backend:
     if manifest.target != "cpu":
         raise BundleError(f"{folder} is for the target {manifest.target!r}; this runtime serves 'cpu'.")
-    from pagelet.runtime.backends.cpu import CpuBackend, bytes_per_token, plan_cache
+    from pagelet.runtime.backends.cpu import CpuBackend, cache_shape
 
-    spec = manifest.spec
-    num_bytes = config.cache_bytes(bytes_per_token(spec, manifest.cache_type), spec.max_context)
+    shape = cache_shape(manifest, config.max_step_tokens)
+    context = min(manifest.spec.max_context, config.max_context or manifest.spec.max_context)
+    num_bytes = config.cache_bytes(shape.sequence_bytes, context)
     return CpuBackend(
         folder / manifest.graph,
         manifest,
-        plan_cache(manifest, num_bytes),
+        shape.layout(num_bytes, context),
         threads=config.threads or physical_cores(),
         max_rows=config.max_sequences + Scoring.max_chunk,
     )

@@ -26,10 +26,12 @@ class EncodedPrompt:
         token_ids: at least one.
         tail: the last few of them, where the reply goes on in the middle of the same text; empty after
             messages, where it begins a text of its own.
+        dropped_messages: messages that were left out, see `truncation`.
     """
 
     token_ids: list[int]
     tail: list[int]
+    dropped_messages: int = 0
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> EncodedPrompt:
@@ -38,13 +40,18 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> Enco
     Raises:
         InputError: of another kind, empty, or with an id outside the vocabulary.
     """
-    if _is_conversation(prompt):
+    if is_conversation(prompt):
         return EncodedPrompt(check_prompt(tokenizer.encode_chat(prompt), vocab_size), [])
     token_ids = check_prompt(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, vocab_size)
+    return as_continued(token_ids)
+
+
+def as_continued(token_ids: list[int]) -> EncodedPrompt:
+    """Token ids whose text the reply goes on from."""
     return EncodedPrompt(token_ids, token_ids[-_TAIL_TOKENS:])
 
 
-def _is_conversation(prompt: Prompt) -> TypeGuard[Sequence[Message]]:
+def is_conversation(prompt: Prompt) -> TypeGuard[Sequence[Message]]:
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 

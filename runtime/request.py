@@ -11,7 +11,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from pagelet.models.errors import EngineClosedError, InputError, PageletError
-from pagelet.runtime.sampling import SampledToken
+from pagelet.runtime.request_options import RequestOptions
+from pagelet.runtime.sampling import SampledToken, SamplerState, SamplingParams
 
 if TYPE_CHECKING:
     from pagelet.runtime.tasks import Generation
@@ -71,11 +72,15 @@ class Choice:
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished request. `choices` has one entry per sample; the short names are those of the first."""
+    """A finished request. `choices` has one entry per sample; the short names are those of the first.
+
+    `dropped_messages` did not fit: they were left out of the prompt, as `on_context_full` allowed.
+    """
 
     choices: tuple[Choice, ...]
     usage: Usage
     timings: Timings
+    dropped_messages: int = 0
 
     @property
     def text(self) -> str:
@@ -94,8 +99,9 @@ class Completion:
         return self.choices[0].logprobs
 
     def to_json(self) -> dict[str, Any]:
-        """The first sample's fields, `usage` and `timings`; `choices` too where there are several."""
+        """The first sample's fields and those of the whole request; `choices` too where there are several."""
         body = {**asdict(self.choices[0]), "usage": asdict(self.usage), "timings": asdict(self.timings)}
+        body["dropped_messages"] = self.dropped_messages
         if len(self.choices) > 1:
             body["choices"] = [asdict(choice) for choice in self.choices]
         return body
@@ -103,8 +109,6 @@ class Completion:
 
 # What a request tells its reader: chunks, then None.
 Sink = Callable[[Chunk | None], None]
-# (prompt tokens read, prompt tokens in all); False cancels the request.
-OnProgress = Callable[[int, int], bool | None]
 
 
 class Request:
@@ -115,17 +119,23 @@ class Request:
 
     def __init__(
         self,
-        prompt_tokens: int,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        options: RequestOptions,
         *,
+        states: tuple[SamplerState, ...],
+        dropped_messages: int = 0,
         on_cancel: Callable[["Request"], None],
-        on_progress: OnProgress | None = None,
-        timeout: float | None = None,
         sink: Sink | None = None,
     ) -> None:
-        self.prompt_tokens = prompt_tokens
-        self.on_progress = on_progress
+        self.prompt_ids = prompt_ids
+        self.params = params
+        self.options = options
+        self.states = states  # how each sample is drawn
+        self.dropped_messages = dropped_messages
+        self.on_progress = options.on_progress
         self.submitted = time.monotonic()
-        self.deadline = math.inf if timeout is None else self.submitted + timeout
+        self.deadline = math.inf if options.timeout is None else self.submitted + options.timeout
         self.first_token: float | None = None
         self.last_token = self.submitted
         # The samples that run; empty from the end on, so that a handle keeps neither them nor the engine.
@@ -137,6 +147,10 @@ class Request:
         self._completion: Completion | None = None
         self._error: PageletError | None = None
         self._pid = os.getpid()
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt_ids)
 
     @property
     def done(self) -> bool:
@@ -163,6 +177,19 @@ class Request:
             raise self._error
         assert self._completion is not None
         return self._completion
+
+    def tokens_so_far(self, index: int = 0) -> "tuple[list[int], Generation | None]":
+        """Prompt and generated tokens of sample `index`, and the sample itself if it may still run.
+
+        Raises:
+            InputError: there is no such sample.
+            PageletError: the request failed.
+        """
+        if not 0 <= index < self.params.n:
+            raise InputError(f"sample {index} of a request with n={self.params.n}; they count from 0.")
+        if samples := self.samples:
+            return list(samples[index].tokens), samples[index]
+        return [*self.prompt_ids, *self.result().choices[index].token_ids], None
 
     def __iter__(self) -> Iterator[Chunk]:
         while (chunk := self.next_chunk()) is not None:

@@ -14,8 +14,17 @@ class EngineStats:
 
     Attributes:
         kv_bytes: bytes of the whole cache, allocated once.
-        blocks_total, blocks_used, blocks_free: of `block_size` tokens each.
-        cached_tokens: tokens that the running sequences hold in the cache.
+        block_size: tokens of a block.
+        blocks_total: of all groups of layers with the same window; used, cached and free ones add up to it.
+        blocks_used: in the tables of sequences; `blocks_shared` of them in several.
+        blocks_cached: used by nobody, but kept for requests that begin with the same tokens; they are given
+            up, the least recently used first, when a block is needed and none is free.
+        peak_blocks_used: the most that any step used.
+        evictions: cached blocks that were given up.
+        live_tokens: slots of used blocks that hold what a sequence may attend to; shared ones count once.
+        allocated_tokens: slots of all used blocks. 1 - live_tokens / allocated_tokens is the waste.
+        cached_tokens: tokens of sequences that were in the cache when they started, and not read again.
+        prefix_hit_rate: that, as a share of all tokens that sequences started with.
         running, waiting: sequences.
         prefill_tokens, decode_tokens: tokens read by steps; a token read again after a preemption
             counts again.
@@ -26,8 +35,15 @@ class EngineStats:
     block_size: int
     blocks_total: int
     blocks_used: int
+    blocks_cached: int
     blocks_free: int
+    blocks_shared: int
+    peak_blocks_used: int
+    evictions: int
+    live_tokens: int
+    allocated_tokens: int
     cached_tokens: int
+    prefix_hit_rate: float
     running: int
     waiting: int
     preemptions: int

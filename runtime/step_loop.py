@@ -9,18 +9,29 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-from pagelet.models.errors import BackendError, CapacityError, EngineClosedError, PageletError
+from pagelet.models.errors import (
+    BackendError,
+    CapacityError,
+    EngineClosedError,
+    InputError,
+    PageletError,
+    QueueFullError,
+)
 from pagelet.runtime.backends.base import Backend, Float32Array
 from pagelet.runtime.batch import StepBuffers
-from pagelet.runtime.block_pool import BlockPool, BlockTable
+from pagelet.runtime.block_manager import BlockManager
 from pagelet.runtime.config import EngineConfig
 from pagelet.runtime.request import FinishReason, Request
 from pagelet.runtime.scheduler import Run, Scheduler
 from pagelet.runtime.stats import EngineStats, StepCounters
+from pagelet.runtime.step_calls import StepCalls
 from pagelet.runtime.step_thread import StepThread
 from pagelet.runtime.tasks import Task
+
+R = TypeVar("R")
 
 
 class StepLoop:
@@ -28,6 +39,7 @@ class StepLoop:
 
     Attributes:
         context: most tokens of one sequence.
+        backend: for the step thread alone, but for its sizes and names.
         closed: why nothing is taken any more; None while open.
     """
 
@@ -35,32 +47,33 @@ class StepLoop:
         layout = backend.layout
         self.context = min(backend.max_context, config.max_context or backend.max_context)
         self.closed: EngineClosedError | None = None
-        self.pool = BlockPool(layout.num_blocks, layout.block_size)
-        self.scheduler: Scheduler[Task] = Scheduler(
-            self.pool, max_sequences=config.max_sequences, max_step_tokens=config.max_step_tokens
+        self.blocks = BlockManager(
+            layout, self.context, fingerprint=backend.fingerprint, prefix_cache=config.prefix_cache
         )
-        self._backend = backend
-        self._layout = layout
+        max_step_tokens = min(config.max_step_tokens, layout.max_step_tokens)
+        self.scheduler: Scheduler[Task] = Scheduler(
+            self.blocks, max_sequences=config.max_sequences, max_step_tokens=max_step_tokens
+        )
+        self.backend = backend
         self._max_queue = config.max_queue
-        self._max_blocks = self.pool.blocks_for(self.context)
+        self._max_queue_tokens = config.max_queue_tokens
         self._buffers = StepBuffers(
-            max_tokens=config.max_step_tokens,
+            max_tokens=max_step_tokens,
             max_sequences=config.max_sequences,
-            max_blocks=self._max_blocks,
+            max_blocks=self.blocks.max_blocks,
+            num_groups=len(layout.groups),
             max_context=self.context,
         )
         self._counters = StepCounters()
         self._lock = threading.Lock()
         self._arrivals: deque[Task] = deque()
         self._cancelled: deque[Request] = deque()
+        self._calls = StepCalls()
         self._numbers = itertools.count()
         self._next_deadline = math.inf
         self.thread = StepThread(self)
 
     # Called by any thread
-
-    def new_table(self) -> BlockTable:
-        return BlockTable(self.pool, self._max_blocks)
 
     def new_rank(self, priority: int = 0) -> tuple[int, int]:
         return -priority, next(self._numbers)
@@ -71,21 +84,32 @@ class StepLoop:
         if self.closed is not None:
             raise self.closed
 
+    def check_bounds(self, num_sequences: int, num_tokens: int) -> None:
+        """Raise CapacityError for a request that would not even fit into the empty queue."""
+        if num_sequences > self._max_queue or num_tokens > self._max_queue_tokens:
+            raise CapacityError(
+                f"the request is {num_sequences} sequences that may come to {num_tokens} tokens; the queue "
+                f"takes {self._max_queue} and {self._max_queue_tokens}. Lower n or max_tokens, or raise "
+                "max_queue or max_queue_tokens."
+            )
+
     def enqueue(self, tasks: Sequence[Task]) -> None:
         """Queue tasks of one group.
 
         Raises:
-            CapacityError: the queue is full.
+            QueueFullError: too many sequences or tokens wait.
             EngineClosedError: closed.
         """
         self.check_open()
         with self._lock:
             self.check_open()
-            num_waiting = len(self._arrivals) + len(self.scheduler.waiting)
-            if num_waiting + len(tasks) > self._max_queue:
-                raise CapacityError(
-                    f"{num_waiting} sequences wait already, and max_queue is {self._max_queue}: "
-                    f"no room for {len(tasks)} more. Try again later."
+            waiting = [*self._arrivals, *self.scheduler.waiting]
+            num_tokens = sum(task.max_length for task in (*waiting, *tasks))
+            if len(waiting) + len(tasks) > self._max_queue or num_tokens > self._max_queue_tokens:
+                raise QueueFullError(
+                    f"{len(waiting)} sequences wait already; {len(tasks)} more would come to {num_tokens} "
+                    f"tokens. max_queue is {self._max_queue}, max_queue_tokens {self._max_queue_tokens}. "
+                    "Try again later."
                 )
             self._arrivals.extend(tasks)
             self._next_deadline = min(self._next_deadline, tasks[0].deadline)
@@ -95,19 +119,46 @@ class StepLoop:
         self._cancelled.append(request)
         self.thread.wake()
 
+    def call(self, function: Callable[[], R]) -> R:
+        """The result of `function`, called by the step thread between two steps.
+
+        Raises:
+            InputError: this is the step thread, in a callback.
+            EngineClosedError: closed.
+        """
+        if self.thread.is_current:
+            raise InputError("a callback of the engine must not wait for it: it would wait for itself.")
+        self.check_open()
+        with self._lock:
+            self.check_open()
+            future = self._calls.put(function)
+        self.thread.wake()
+        return future.result()
+
+    def check_integrity(self) -> None:
+        """Check the blocks between two steps; AssertionError tells what is wrong."""
+        self.call(lambda: self.blocks.check_integrity(task.cache for task in self.scheduler.running))
+
     def stats(self) -> EngineStats:
         running = list(self.scheduler.running)
-        counters = self._counters
+        scheduler, counters, blocks = self.scheduler, self._counters, self.blocks
         return EngineStats(
-            kv_bytes=self._layout.num_bytes,
-            block_size=self._layout.block_size,
-            blocks_total=self._layout.num_blocks,
-            blocks_used=self.pool.num_used,
-            blocks_free=self.pool.num_free,
-            cached_tokens=sum(task.table.length for task in running),
+            kv_bytes=blocks.layout.num_bytes,
+            block_size=blocks.block_size,
+            blocks_total=blocks.layout.num_blocks,
+            blocks_used=blocks.num_used,
+            blocks_cached=blocks.num_cached,
+            blocks_free=blocks.num_free,
+            blocks_shared=blocks.num_shared,
+            peak_blocks_used=blocks.peak_blocks_used,
+            evictions=blocks.num_evicted,
+            live_tokens=blocks.live_slots(task.cache for task in running),
+            allocated_tokens=blocks.num_used * blocks.block_size,
+            cached_tokens=scheduler.num_found,
+            prefix_hit_rate=scheduler.num_found / max(scheduler.num_looked_up, 1),
             running=len(running),
-            waiting=len(self.scheduler.waiting) + len(self._arrivals),
-            preemptions=self.scheduler.num_preempted,
+            waiting=len(scheduler.waiting) + len(self._arrivals),
+            preemptions=scheduler.num_preempted,
             steps=counters.steps,
             failed_steps=counters.failed_steps,
             prefill_tokens=counters.prefill_tokens,
@@ -125,7 +176,7 @@ class StepLoop:
             if self.closed is None:
                 self.closed = EngineClosedError("the engine is closed; open it again to go on.")
             self._fail_all(self.closed)
-            self._backend.close()
+            self.backend.close()
 
     # Called by the step thread
 
@@ -133,11 +184,14 @@ class StepLoop:
         """One step of all running sequences; False when there was nothing to do."""
         started = time.perf_counter()
         self._take_requests()
+        self._calls.run()
         runs = self.scheduler.schedule()
         if not runs:
             return False
         try:
-            logits = self._backend.run(self._buffers.fill(runs))
+            for group, pairs in self.blocks.take_copies().items():
+                self.backend.copy_blocks(group, pairs)
+            logits = self.backend.run(self._buffers.fill(runs))
         except Exception as error:
             self._fail_step(runs, error)
             return True
@@ -178,6 +232,7 @@ class StepLoop:
             row += run.num_logits
             if task.finished:  # a sample beside it failed just now
                 continue
+            task.cache.commit(task.tokens)
             try:
                 task.advance(rows)
             except Exception as error:
@@ -208,6 +263,7 @@ class StepLoop:
         task.fail(mine)
 
     def _fail_all(self, error: PageletError) -> None:
+        self._calls.fail(error)
         for task in (*self._arrivals, *self.scheduler.waiting, *self.scheduler.running):
             if not task.finished:
                 task.fail(error)

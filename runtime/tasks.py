@@ -9,15 +9,18 @@ import numpy as np
 
 from pagelet.models.errors import CancelledError, InputError, PageletError
 from pagelet.runtime.backends.base import Float32Array
-from pagelet.runtime.block_pool import BlockTable
 from pagelet.runtime.request import Choice, Chunk, Completion, FinishReason, Request, Timings, Usage
 from pagelet.runtime.sampling import SampledToken, Sampler
 from pagelet.runtime.scheduler import Sequence
+from pagelet.runtime.sequence_cache import SequenceCache
 from pagelet.runtime.text import TextStream
 
 
 class Task(Sequence):
     """A sequence that takes its logits step by step until it has `finished`."""
+
+    # Tokens, prompt included, that it may come to.
+    max_length: int
 
     @property
     @abstractmethod
@@ -54,8 +57,9 @@ class Generation(Task):
         request: Request,
         index: int,
         tokens: list[int],
-        table: BlockTable,
+        cache: SequenceCache,
         rank: tuple[int, int],
+        origin: "Sequence | None",
         *,
         sampler: Sampler,
         text: TextStream,
@@ -63,15 +67,14 @@ class Generation(Task):
         max_length: int,
         with_logprobs: bool,
     ) -> None:
-        """`max_length` is the most tokens, prompt included, that it may come to."""
-        super().__init__(tokens, table, rank)
+        super().__init__(tokens, cache, rank, origin)
         self.request = request
         self.choice: Choice | None = None
         self._index = index
         self._sampler = sampler
         self._text = text
         self._stop_token_ids = stop_token_ids
-        self._max_length = max_length
+        self.max_length = max_length
         self._logprobs: list[SampledToken] | None = [] if with_logprobs else None
         self._delivered = len(tokens)
 
@@ -104,7 +107,7 @@ class Generation(Task):
         text = "" if is_end else self._text.push(sampled.token_id)
         if is_end or self._text.stopped:
             self._end(text, "stop")
-        elif len(self.tokens) >= self._max_length:
+        elif len(self.tokens) >= self.max_length:
             self._end(text, "length")
         elif text:
             self._deliver(text)
@@ -123,7 +126,9 @@ class Generation(Task):
         self._deliver(text, reason)
         choices = [sample.choice for sample in self.request.samples if sample.choice is not None]
         if len(choices) == len(self.request.samples):
-            self.request.finish(_completion(self.request, tuple(choices)))
+            # The first sample reads the prompt for all.
+            cached_tokens = self.request.samples[0].cached_tokens or 0
+            self.request.finish(_completion(self.request, tuple(choices), cached_tokens))
 
     def _deliver(self, text: str, reason: FinishReason | None = None) -> None:
         """Pass on `text` with the tokens since the last chunk."""
@@ -138,7 +143,7 @@ class Generation(Task):
         if self.request.on_progress is None:
             return
         try:
-            goes_on = self.request.on_progress(self.table.length, self.request.prompt_tokens)
+            goes_on = self.request.on_progress(self.cache.length, self.request.prompt_tokens)
         except Exception as error:
             raise InputError(f"the request's on_progress raised {error!r}; the request was ended.") from error
         if goes_on is False:
@@ -151,8 +156,11 @@ class Scoring(Task):
     # Rows of logits are large (a vocabulary each), so a step asks for few of them.
     max_chunk = 64
 
-    def __init__(self, tokens: list[int], table: BlockTable, rank: tuple[int, int], vocab_size: int) -> None:
-        super().__init__(tokens, table, rank)
+    def __init__(
+        self, tokens: list[int], cache: SequenceCache, rank: tuple[int, int], vocab_size: int
+    ) -> None:
+        super().__init__(tokens, cache, rank)
+        self.max_length = len(tokens)
         self.future: Future[Float32Array] = Future()
         self._logits: Float32Array = np.empty((len(tokens), vocab_size), np.float32)
         self._num_scored = 0
@@ -182,7 +190,7 @@ class Scoring(Task):
         self.future.set_exception(error)
 
 
-def _completion(request: Request, choices: tuple[Choice, ...]) -> Completion:
+def _completion(request: Request, choices: tuple[Choice, ...], cached_tokens: int) -> Completion:
     generated = sum(len(choice.token_ids) for choice in choices)
     rate = None
     if request.first_token is not None and request.last_token > request.first_token:
@@ -190,4 +198,5 @@ def _completion(request: Request, choices: tuple[Choice, ...]) -> Completion:
     since = request.submitted
     first = None if request.first_token is None else request.first_token - since
     timings = Timings(time.monotonic() - since, first, rate)
-    return Completion(choices, Usage(request.prompt_tokens, generated), timings)
+    usage = Usage(request.prompt_tokens, generated, cached_tokens)
+    return Completion(choices, usage, timings, request.dropped_messages)

@@ -82,7 +82,8 @@ def log_softmax(logits: Logits) -> NDArray[np.float32]:
     """Row-wise log-probabilities [T, vocab]; the sum runs in float64."""
     shifted = logits - logits.max(axis=1, keepdims=True)
     total = np.exp(shifted).sum(axis=1, keepdims=True, dtype=np.float64)
-    return np.subtract(shifted, np.log(total), dtype=np.float32, casting="same_kind")
+    result: NDArray[np.float32] = shifted - np.log(total).astype(np.float32)
+    return result
 
 
 def _perplexity(losses: Sequence[NDArray[np.floating[Any]]]) -> float:

@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagelet.models.manifest import load_manifest
-from pagelet.runtime.backends.base import CacheLayout, StepBatch
-from pagelet.runtime.backends.cpu import CpuBackend, plan_cache
+from pagelet.runtime.backends.base import StepBatch
+from pagelet.runtime.backends.cpu import CpuBackend, cache_shape
+from pagelet.runtime.cache_layout import CacheLayout, GroupLayout
 from pagelet.runtime.text import Tokenizer
 
 Logits = NDArray[np.float32]
@@ -21,10 +22,15 @@ class Stepper:
 
     def __init__(self, bundle: Path, *, num_blocks: int, max_rows: int, threads: int = 2) -> None:
         manifest = load_manifest(bundle)
-        block_bytes = plan_cache(manifest, 1 << 40).block_bytes
-        layout = CacheLayout(num_blocks, manifest.block_size, block_bytes)
+        groups = cache_shape(manifest, max_rows).groups
+        layout = CacheLayout(
+            manifest.block_size,
+            tuple(GroupLayout(window, num_blocks, size) for window, size in groups),
+            max_step_tokens=max_rows,
+        )
         self.tokenizer = Tokenizer.open(bundle, manifest.text)
         self._block_size = manifest.block_size
+        self._num_groups = len(groups)
         self._backend = CpuBackend(
             bundle / manifest.graph, manifest, layout, threads=threads, max_rows=max_rows
         )
@@ -71,7 +77,7 @@ class Stepper:
                 position_ids=np.concatenate(positions).astype(np.int64),
                 cumulative_sequence_length=np.cumsum([0, *lengths]).astype(np.int32),
                 past_seqlens=np.asarray(pasts, np.int32),
-                block_tables=(tables,),
+                block_tables=(tables,) * self._num_groups,
                 logits_indices=np.arange(sum(lengths), dtype=np.int64),
             )
         )

@@ -21,6 +21,8 @@ struct AttentionArgs {
 
   void* key_cache;  // [blocks, block_size, kv_heads, head_size]
   void* value_cache;
+  float* key_scale_cache;  // [blocks, block_size, kv_heads]: of scaled caches, else null
+  float* value_scale_cache;
   const int32_t* cumulative_sequence_length;  // [sequences + 1]
   const int32_t* past_seqlens;                // [sequences]
   const int32_t* block_table;                 // [sequences, max_blocks]
@@ -58,7 +60,7 @@ struct AttentionKernel {
   int vector_width;  // floats; must divide the head size
   size_t (*scratch_floats)(const AttentionArgs&);
   // Rotates the keys of tokens [begin, end) and writes keys and values to their slots (block * block_size +
-  // offset) in the caches.
+  // offset) in the caches, with their scales.
   void (*write_cache)(const AttentionArgs&, const int64_t* slots, int64_t begin, int64_t end);
   void (*attend)(const AttentionArgs&, const AttentionItem&, float* scratch);
   void (*merge)(const AttentionArgs&, const AttentionItem&, float* scratch);

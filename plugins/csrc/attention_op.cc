@@ -13,6 +13,9 @@
 namespace pagelet {
 
 PAGELET_DECLARE_KERNEL(AttentionKernel, attention_f32)
+PAGELET_DECLARE_KERNEL(AttentionKernel, attention_f16)
+PAGELET_DECLARE_KERNEL(AttentionKernel, attention_int8)
+PAGELET_DECLARE_KERNEL(AttentionKernel, attention_fp8)
 
 namespace {
 
@@ -31,7 +34,7 @@ enum Input {
   kValueScaleCache,
   kPositionIds,
 };
-enum Output { kOutput, kKeyCacheOut, kValueCacheOut };
+enum Output { kOutput, kKeyCacheOut, kValueCacheOut, kKeyScaleCacheOut, kValueScaleCacheOut };
 
 constexpr int64_t kTokensPerWrite = 16;
 
@@ -39,14 +42,28 @@ void require(bool condition, const std::string& message) {
   if (!condition) throw std::invalid_argument("PagedAttention: " + message);
 }
 
-// The widest vectors that divide a head: 16 lanes do not divide a head of 40 or 80.
-const AttentionKernel& kernel_for(int64_t head_size) {
-  const auto table = [](int isa) -> const AttentionKernel& {
-    return PAGELET_KERNEL(AttentionKernel, attention_f32, static_cast<Isa>(isa));
+// A cache type: what the host calls it, and its kernels.
+#define PAGELET_CACHE_TYPE(Type, element, scaled, name, kernel)         \
+  struct Type {                                                         \
+    static constexpr ort::ElementType kElement = element;               \
+    static constexpr bool kScaled = scaled;                             \
+    static constexpr const char* kName = name;                          \
+    static const AttentionKernel& kernels(Isa isa) {                    \
+      return PAGELET_KERNEL(AttentionKernel, kernel, isa);              \
+    }                                                                   \
   };
+PAGELET_CACHE_TYPE(F32, ort::kFloat, false, "float32", attention_f32)
+PAGELET_CACHE_TYPE(F16, ort::kFloat16, false, "float16", attention_f16)
+PAGELET_CACHE_TYPE(Int8, ort::kInt8, true, "int8", attention_int8)
+PAGELET_CACHE_TYPE(Fp8, ort::kFloat8E4M3FN, true, "float8e4m3fn", attention_fp8)
+#undef PAGELET_CACHE_TYPE
+
+// The widest vectors that divide a head: 16 lanes do not divide a head of 40 or 80.
+template <typename Cache>
+const AttentionKernel& kernel_for(int64_t head_size) {
   int isa = static_cast<int>(selected_isa());
-  while (head_size % table(isa).vector_width != 0) --isa;
-  return table(isa);
+  while (head_size % Cache::kernels(static_cast<Isa>(isa)).vector_width != 0) --isa;
+  return Cache::kernels(static_cast<Isa>(isa));
 }
 
 struct Attributes {
@@ -74,6 +91,7 @@ struct Attributes {
   float scale, softcap;
 };
 
+template <typename Cache>
 class PagedAttention {
  public:
   static constexpr const char* kName = "PagedAttention";
@@ -81,8 +99,8 @@ class PagedAttention {
       {ort::kFloat},
       {ort::kFloat, ort::kOptional},
       {ort::kFloat, ort::kOptional},
-      {ort::kFloat},
-      {ort::kFloat},
+      {Cache::kElement},
+      {Cache::kElement},
       {ort::kInt32},
       {ort::kInt32},
       {ort::kInt32},
@@ -92,14 +110,26 @@ class PagedAttention {
       {ort::kFloat, ort::kOptional},
       {ort::kInt64, ort::kOptional},
   };
-  static constexpr ort::Port kOutputs[] = {{ort::kFloat}, {ort::kFloat}, {ort::kFloat}};
-  static constexpr ort::Alias kAliases[] = {{kKeyCache, kKeyCacheOut}, {kValueCache, kValueCacheOut}};
+  static constexpr ort::Port kOutputs[] = {
+      {ort::kFloat},
+      {Cache::kElement},
+      {Cache::kElement},
+      {ort::kFloat, ort::kOptional},
+      {ort::kFloat, ort::kOptional},
+  };
+  static constexpr ort::Alias kAliases[] = {
+      {kKeyCache, kKeyCacheOut},
+      {kValueCache, kValueCacheOut},
+      {kKeyScaleCache, kKeyScaleCacheOut},
+      {kValueScaleCache, kValueScaleCacheOut},
+  };
 
   PagedAttention(const ort::Api& api, const ort::KernelInfo* info) : attributes_(api, info) {}
 
   void compute(const ort::Context& context) const {
     AttentionArgs args{};
     read_caches(context, args);
+    read_scales(context, args);
     read_activations(context, args);
     read_lengths(context, args);
     read_rotation(context, args);
@@ -127,8 +157,22 @@ class PagedAttention {
             "the head size (last dimension of key_cache) is " + std::to_string(args.head_size) +
                 ", expected a multiple of 8 up to " + std::to_string(kMaxHeadSize));
     args.scale = attributes_.scale > 0 ? attributes_.scale : 1.0f / std::sqrt(float(args.head_size));
-    require(!context.input(kKeyScaleCache).present && !context.input(kValueScaleCache).present,
-            "key_scale_cache and value_scale_cache belong to INT8 and FP8 caches, this cache is float32");
+  }
+
+  static void read_scales(const ort::Context& context, AttentionArgs& args) {
+    const ort::Tensor key = context.input(kKeyScaleCache), value = context.input(kValueScaleCache);
+    if constexpr (Cache::kScaled) {
+      require(key.present && value.present,
+              std::string(Cache::kName) + " caches need key_scale_cache and value_scale_cache");
+      ort::expect_shape(key, "key_scale_cache", {args.blocks, args.block_size, args.kv_num_heads});
+      ort::expect_shape(value, "value_scale_cache", {args.blocks, args.block_size, args.kv_num_heads});
+      args.key_scale_cache = key.as<float>();
+      args.value_scale_cache = value.as<float>();
+    } else {
+      require(!key.present && !value.present,
+              "key_scale_cache and value_scale_cache belong to int8 and float8e4m3fn caches, this cache is " +
+                  std::string(Cache::kName));
+    }
   }
 
   void read_activations(const ort::Context& context, AttentionArgs& args) const {
@@ -189,15 +233,23 @@ class PagedAttention {
   static void bind_outputs(const ort::Context& context, AttentionArgs& args) {
     const int64_t cache[] = {args.blocks, args.block_size, args.kv_num_heads, args.head_size};
     const int64_t rows[] = {args.tokens, args.num_heads * args.head_size};
-    const ort::Tensor key = context.output(kKeyCacheOut, cache, 4);
-    const ort::Tensor value = context.output(kValueCacheOut, cache, 4);
-    require(args.blocks == 0 || (key.data == args.key_cache && value.data == args.value_cache),
-            "the caches are updated in place: bind the same OrtValue as cache input and cache output");
-    args.output = context.output(kOutput, rows, 2).as<float>();
+    const auto in_place = [&](Output output, size_t rank, const void* input) {
+      const ort::Tensor bound = context.output(output, cache, rank);
+      require(bound.present, "a cache that is written must be an output too, its scales as well");
+      require(args.blocks == 0 || bound.data == input,
+              "the caches are updated in place: bind the same OrtValue as cache input and cache output");
+    };
+    in_place(kKeyCacheOut, 4, args.key_cache);
+    in_place(kValueCacheOut, 4, args.value_cache);
+    if constexpr (Cache::kScaled) {
+      in_place(kKeyScaleCacheOut, 3, args.key_scale_cache);
+      in_place(kValueScaleCacheOut, 3, args.value_scale_cache);
+    }
+    args.output = context.output(kOutput, rows, 2).template as<float>();
   }
 
   static void run(const ParallelFor& parallel_for, const AttentionArgs& args) {
-    const AttentionKernel& kernel = kernel_for(args.head_size);
+    const AttentionKernel& kernel = kernel_for<Cache>(args.head_size);
     thread_local AttentionPlan plan;
     make_plan(args, plan);
     const AttentionPlan& shared = plan;  // the other threads would see their own
@@ -218,6 +270,9 @@ class PagedAttention {
 
 }  // namespace
 
-const ort::CustomOp* paged_attention_f32() { return ort::OpTable<PagedAttention>::get(); }
+const ort::CustomOp* paged_attention_f32() { return ort::OpTable<PagedAttention<F32>>::get(); }
+const ort::CustomOp* paged_attention_f16() { return ort::OpTable<PagedAttention<F16>>::get(); }
+const ort::CustomOp* paged_attention_int8() { return ort::OpTable<PagedAttention<Int8>>::get(); }
+const ort::CustomOp* paged_attention_fp8() { return ort::OpTable<PagedAttention<Fp8>>::get(); }
 
 }  // namespace pagelet

@@ -11,7 +11,7 @@ namespace {
 
 // Where the parts of a thread's scratch memory begin.
 struct Scratch {
-  float* query;      // groups of rows: [head_size in lane order][rows of the group]
+  float* query;      // groups of rows: [head_size in lane order][rows of the group]; see pack_queries
   float* scores;     // [kRowBlock][kScoreStride]
   float* part;       // [kRowBlock] states of one partition
   float* total;      // [kRowBlock] states of all partitions so far
@@ -74,6 +74,9 @@ struct Rows {
     return {max_of(begin - base, 0), min_of(position[row] + 1 - base, kPartitionKeys)};
   }
 
+  // Too few rows to lay out keys for them: the rows read the caches as they are.
+  bool one_group() const { return count <= kGroupRows; }
+
   // What the rows [first, last] see together: tokens ascend, so windows do too.
   Range visible_to(int64_t first, int64_t last, int64_t partition) const {
     return {visible(first, partition).begin, visible(last, partition).end};
@@ -99,7 +102,7 @@ PAGELET_INLINE void prefetch_row(const float* row, int64_t size) {
   for (int64_t i = 0; i < size; i += 16) prefetch(row + i);
 }
 
-// Rotates and scales the query rows and lays them out for score_panel.
+// Rotates and scales the query rows and lays them out for score_panel; a single group for score_keys.
 void pack_queries(const Rows& rows, float* packed) {
   const AttentionArgs& args = rows.args;
   const int64_t size = args.head_size, chain = size / kWidth;
@@ -108,6 +111,10 @@ void pack_queries(const Rows& rows, float* packed) {
     memcpy(x, rows.query[row], size_t(size) * sizeof(float));
     if (row + kGroupRows < rows.count) prefetch_row(rows.query[row + kGroupRows], size);
     rotate(args, rows.token[row], x);
+    if (rows.one_group()) {
+      for (int64_t i = 0; i < size; ++i) packed[row * size + i] = x[i] * args.scale;
+      continue;
+    }
     const int64_t group_begin = row / kGroupRows * kGroupRows;
     const int64_t group_rows = min_of(kGroupRows, rows.count - group_begin);
     float* out = packed + group_begin * size + row % kGroupRows;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention.h"
+#include "cache_traits.h"
 #include "simd.h"
 
 namespace pagelet::PAGELET_ISA {
@@ -85,27 +86,58 @@ void score_panel(const float* query, const float* keys, int64_t chain, float* sc
   }
 }
 
+// Lane j is the sum of sums[j][…], by the tree.
+PAGELET_INLINE Vec reduce_each(const float* sums) {
+  const float* rows[kWidth];
+  Vec column[kWidth];
+  for (int r = 0; r < kWidth; ++r) rows[r] = sums + r * kWidth;
+  for (int lane = 0; lane < kWidth; lane += 4) load_transposed4(rows, size_t(lane), column + lane);
+  for (int half = kWidth / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) column[i] = add(column[i], column[i + half]);
+  }
+  return column[0];
+}
+
+// Scores of R rows, [R][head_size], against kWidth keys: where few rows need a key, to transpose it is not
+// worth it. The sums are those of score_panel.
+template <typename Cache, int R>
+void score_keys(const float* query, const typename Cache::Element* const* keys, int64_t head_size,
+                float* scores) {
+  float sums[R][kWidth * kWidth];
+  for (int j = 0; j < kWidth; ++j) {
+    Vec sum[R];
+    const Vec first = Cache::load(keys[j]);
+    PAGELET_UNROLL for (int r = 0; r < R; ++r) sum[r] = mul(load(query + r * head_size), first);
+    for (int64_t i = kWidth; i < head_size; i += kWidth) {
+      const Vec x = Cache::load(keys[j] + i);
+      PAGELET_UNROLL for (int r = 0; r < R; ++r) sum[r] = fmadd(load(query + r * head_size + i), x, sum[r]);
+    }
+    PAGELET_UNROLL for (int r = 0; r < R; ++r) store(sums[r] + j * kWidth, sum[r]);
+  }
+  for (int r = 0; r < R; ++r) store(scores + r * kScoreStride, reduce_each(sums[r]));
+}
+
 // Adds weights[r][j] * values[j][…] for j in `range`, ascending, to N vectors of R states.
-template <int R, int N>
-void add_values(const float* weights, const float* const* values, Range range, int64_t element, float* states,
-                int64_t state_stride) {
+template <typename Cache, int R, int N>
+void add_values(const float* weights, const typename Cache::Element* const* values, Range range,
+                int64_t element, float* states, int64_t state_stride) {
   Vec sum[R][N];
   PAGELET_UNROLL for (int r = 0; r < R; ++r) {
     PAGELET_UNROLL for (int n = 0; n < N; ++n) sum[r][n] =
         load(states + r * state_stride + element + n * kWidth);
   }
   for (int64_t j = range.begin; j < range.end; ++j) {
-    const float* value = values[j] + element;
+    const typename Cache::Element* value = values[j] + element;
     if constexpr (R <= N) {  // what is fewer stays in registers: with the sums it is 16 at most
       Vec weight[R];
       PAGELET_UNROLL for (int r = 0; r < R; ++r) weight[r] = set1(weights[r * kScoreStride + j]);
       PAGELET_UNROLL for (int n = 0; n < N; ++n) {
-        const Vec x = load(value + n * kWidth);
+        const Vec x = Cache::load(value + n * kWidth);
         PAGELET_UNROLL for (int r = 0; r < R; ++r) sum[r][n] = fmadd(weight[r], x, sum[r][n]);
       }
     } else {
       Vec x[N];
-      PAGELET_UNROLL for (int n = 0; n < N; ++n) x[n] = load(value + n * kWidth);
+      PAGELET_UNROLL for (int n = 0; n < N; ++n) x[n] = Cache::load(value + n * kWidth);
       PAGELET_UNROLL for (int r = 0; r < R; ++r) {
         const Vec weight = set1(weights[r * kScoreStride + j]);
         PAGELET_UNROLL for (int n = 0; n < N; ++n) sum[r][n] = fmadd(weight, x[n], sum[r][n]);
@@ -118,25 +150,46 @@ void add_values(const float* weights, const float* const* values, Range range, i
   }
 }
 
-template <int R>
-void add_all_values(const float* weights, const float* const* values, Range range, int64_t head_size,
-                    float* states, int64_t state_stride) {
+template <typename Cache, int R>
+void add_all_values(const float* weights, const typename Cache::Element* const* values, Range range,
+                    int64_t head_size, float* states, int64_t state_stride) {
   if (range.empty()) return;
   constexpr int kVectors = R == 1 ? 8 : R <= 3 ? 4 : 2;  // enough independent sums to hide the latency of fma
   int64_t d = 0;
   for (; d + kVectors * kWidth <= head_size; d += kVectors * kWidth) {
-    add_values<R, kVectors>(weights, values, range, d, states, state_stride);
+    add_values<Cache, R, kVectors>(weights, values, range, d, states, state_stride);
   }
-  for (; d < head_size; d += kWidth) add_values<R, 1>(weights, values, range, d, states, state_stride);
+  for (; d < head_size; d += kWidth) add_values<Cache, R, 1>(weights, values, range, d, states, state_stride);
 }
 
 using ScorePanel = void (*)(const float*, const float*, int64_t, float*);
 constexpr ScorePanel kScorePanel[] = {nullptr,        score_panel<1>, score_panel<2>, score_panel<3>,
                                       score_panel<4>, score_panel<5>, score_panel<6>};
-using AddValues = void (*)(const float*, const float* const*, Range, int64_t, float*, int64_t);
-constexpr AddValues kAddValues[] = {nullptr,           add_all_values<1>, add_all_values<2>,
-                                    add_all_values<3>, add_all_values<4>, add_all_values<5>,
-                                    add_all_values<6>};
+template <typename Cache>
+using ScoreKeys = void (*)(const float*, const typename Cache::Element* const*, int64_t, float*);
+template <typename Cache>
+constexpr ScoreKeys<Cache> kScoreKeys[] = {
+    nullptr,
+    score_keys<Cache, 1>,
+    score_keys<Cache, 2>,
+    score_keys<Cache, 3>,
+    score_keys<Cache, 4>,
+    score_keys<Cache, 5>,
+    score_keys<Cache, 6>,
+};
+template <typename Cache>
+using AddValues = void (*)(const float*, const typename Cache::Element* const*, Range, int64_t, float*,
+                           int64_t);
+template <typename Cache>
+constexpr AddValues<Cache> kAddValues[] = {
+    nullptr,
+    add_all_values<Cache, 1>,
+    add_all_values<Cache, 2>,
+    add_all_values<Cache, 3>,
+    add_all_values<Cache, 4>,
+    add_all_values<Cache, 5>,
+    add_all_values<Cache, 6>,
+};
 
 // softcap * tanh(x / softcap), with tanh(y) = 1 - 2 / (e^2y + 1).
 PAGELET_INLINE Vec cap(Vec x, float softcap) {
@@ -144,10 +197,22 @@ PAGELET_INLINE Vec cap(Vec x, float softcap) {
   return mul(set1(softcap), sub(set1(1.0f), div(set1(2.0f), add(e, set1(1.0f)))));
 }
 
+// Of the keys and values of a partition, in a scaled cache.
+struct Scales {
+  alignas(64) float key[kPartitionKeys];
+  alignas(64) float value[kPartitionKeys];
+};
+
 // Turns the visible scores of a row into weights e^(score - maximum), and stores maximum and sum in its
-// state.
-void softmax(const AttentionArgs& args, Range range, float* scores, float* state) {
+// state. With a scaled cache the scores and the weights take their scales here.
+template <bool kScaled>
+void softmax(const AttentionArgs& args, Range range, const Scales& scales, float* scores, float* state) {
   const int64_t begin = range.begin / kWidth * kWidth, end = round_up(range.end, kWidth);
+  if constexpr (kScaled) {
+    for (int64_t j = begin; j < end; j += kWidth) {
+      store(scores + j, mul(load(scores + j), load(scales.key + j)));
+    }
+  }
   if (args.softcap > 0) {
     for (int64_t j = begin; j < end; j += kWidth) store(scores + j, cap(load(scores + j), args.softcap));
   }
@@ -159,7 +224,7 @@ void softmax(const AttentionArgs& args, Range range, float* scores, float* state
   Vec sum = set1(0.0f);
   for (int64_t j = begin; j < end; j += kWidth) {
     const Vec weight = exp(sub(load(scores + j), set1(top)));
-    store(scores + j, weight);
+    store(scores + j, kScaled ? mul(weight, load(scales.value + j)) : weight);
     sum = add(sum, weight);
   }
   state[args.head_size] = top;

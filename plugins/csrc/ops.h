@@ -6,6 +6,9 @@
 namespace pagelet {
 
 const ort::CustomOp* paged_attention_f32();
+const ort::CustomOp* paged_attention_f16();
+const ort::CustomOp* paged_attention_int8();
+const ort::CustomOp* paged_attention_fp8();
 const ort::CustomOp* quantized_linear();
 const ort::CustomOp* quantized_embedding();
 

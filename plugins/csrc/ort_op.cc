@@ -68,6 +68,9 @@ Tensor Context::input(size_t index) const {
 }
 
 Tensor Context::output(size_t index, const int64_t* dims, size_t rank) const {
+  size_t count = 0;
+  check(api_, api_.KernelContext_GetOutputCount(context_, &count));
+  if (index >= count) return {};
   Value* value = nullptr;
   check(api_, api_.KernelContext_GetOutput(context_, index, dims, rank, &value));
   return describe(api_, value);

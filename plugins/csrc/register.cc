@@ -11,6 +11,9 @@ using OpGetter = const ort::CustomOp* (*)();
 // One entry per op and set of types.
 constexpr OpGetter kOps[] = {
     paged_attention_f32,
+    paged_attention_f16,
+    paged_attention_int8,
+    paged_attention_fp8,
     quantized_linear,
     quantized_embedding,
 };

@@ -1,5 +1,5 @@
 """What runs a step: one module per engine underneath, each imported only when it is opened."""
 
-from pagelet.runtime.backends.base import Backend, CacheLayout, StepBatch
+from pagelet.runtime.backends.base import Backend, StepBatch
 
-__all__ = ["Backend", "CacheLayout", "StepBatch"]
+__all__ = ["Backend", "StepBatch"]

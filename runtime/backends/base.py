@@ -1,31 +1,18 @@
 """The seam between the runtime and what computes: a step's inputs, and who runs them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pagelet.runtime.cache_layout import CacheLayout
+
 Float32Array = NDArray[np.float32]
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class CacheLayout:
-    """Size of the KV cache: `num_blocks` blocks of `block_size` tokens, `block_bytes` over all layers."""
-
-    num_blocks: int
-    block_size: int
-    block_bytes: int
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_blocks * self.block_size
-
-    @property
-    def num_bytes(self) -> int:
-        return self.num_blocks * self.block_bytes
+ByteArray = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -37,7 +24,8 @@ class StepBatch:
         position_ids: int64 [T].
         cumulative_sequence_length: int32 [S+1], row offsets of each sequence.
         past_seqlens: int32 [S], tokens of each sequence that the cache holds already.
-        block_tables: one int32 [S, max_blocks] per group of layers with one window; -1 is not mapped.
+        block_tables: one int32 [S, max_blocks] per group of layers with one window; -1 is not mapped, which
+            only blocks before the window of the sequence's first row, or behind its last row, may be.
         logits_indices: int64 [R], the rows that need logits, ascending; R is at least 1.
     """
 
@@ -65,6 +53,14 @@ class Backend(Protocol):
     @property
     def layout(self) -> CacheLayout: ...
 
+    @property
+    def fingerprint(self) -> str:
+        """Names all that the cache's values depend on beside the tokens: weights, graph, cache type."""
+
+    @property
+    def cache_type(self) -> str:
+        """The name of a row in `models.cache`."""
+
     def run(self, batch: StepBatch) -> Float32Array:
         """Write the batch's keys and values into the cache; logits float32 [R, vocab].
 
@@ -74,6 +70,19 @@ class Backend(Protocol):
             BackendError: the engine underneath failed. The cache of the batch's own sequences is
                 undefined then, everything else is as it was.
         """
+
+    def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy block to block (from, to), one after the other, in every layer of a group.
+
+        Raises:
+            BackendError: it failed; the blocks that were copied into are undefined then.
+        """
+
+    def read_blocks(self, group: int, blocks: Sequence[int]) -> ByteArray:
+        """Copies of blocks of a group, uint8 [len(blocks), block_bytes]: what all its layers have there."""
+
+    def write_blocks(self, group: int, blocks: Sequence[int], data: ByteArray) -> None:
+        """Put into blocks of a group what `read_blocks` gave for others, here or in another process."""
 
     def close(self) -> None:
         """Free the cache and the model; nothing runs afterwards. Closing twice is fine."""

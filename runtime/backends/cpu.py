@@ -1,42 +1,21 @@
 """The CPU backend: ONNX Runtime over a bundle's graph, its caches bound once and written in place."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pagelet.models.errors import BackendError, BundleError, CapacityError
+from pagelet.models.errors import BackendError, BundleError
 from pagelet.models.manifest import Manifest
-from pagelet.models.spec import ModelSpec
-from pagelet.runtime.backends.base import CacheLayout, Float32Array, StepBatch
+from pagelet.runtime.backends.base import ByteArray, Float32Array, StepBatch
+from pagelet.runtime.backends.cpu_cache import CpuCache, cache_names, cache_shape
+from pagelet.runtime.cache_layout import CacheLayout
+
+__all__ = ["CpuBackend", "cache_shape"]
 
 if TYPE_CHECKING:
     from onnxruntime import IOBinding, SessionOptions
-
-_BYTES_PER_VALUE = {"f32": 4}
-
-
-def bytes_per_token(spec: ModelSpec, cache_type: str) -> int:
-    """Bytes of keys and values of one token: 2 x layers x KV heads x head size x bytes per value."""
-    if cache_type not in _BYTES_PER_VALUE:
-        known = ", ".join(_BYTES_PER_VALUE)
-        raise BundleError(f"the bundle's cache type is {cache_type!r}; the CPU backend knows {known}.")
-    return 2 * spec.num_layers * spec.kv_size * _BYTES_PER_VALUE[cache_type]
-
-
-def plan_cache(manifest: Manifest, num_bytes: int) -> CacheLayout:
-    """The most blocks that fit into `num_bytes`.
-
-    Raises:
-        CapacityError: not even one.
-    """
-    block_bytes = manifest.block_size * bytes_per_token(manifest.spec, manifest.cache_type)
-    if num_bytes < block_bytes:
-        raise CapacityError(
-            f"{num_bytes} bytes are given to the KV cache, but one block of {manifest.block_size} tokens "
-            f"takes {block_bytes}. Raise kv_memory."
-        )
-    return CacheLayout(num_bytes // block_bytes, manifest.block_size, block_bytes)
 
 
 class CpuBackend:
@@ -54,6 +33,8 @@ class CpuBackend:
         self.layout = layout
         self.vocab_size = manifest.spec.vocab_size
         self.max_context = manifest.spec.max_context
+        self.cache_type = manifest.cache_type
+        self.fingerprint = f"{manifest.fingerprint} {manifest.cache_type} {manifest.block_size}"
         self._logits: Float32Array = np.empty((max_rows, self.vocab_size), np.float32)
         self._bound_rows = 0
         try:
@@ -65,12 +46,12 @@ class CpuBackend:
         except Exception as error:
             raise BackendError(f"ONNX Runtime cannot load {graph}: {error}") from error
         _check_signature(
-            {i.name for i in session.get_inputs()}, {o.name for o in session.get_outputs()}, manifest.spec
+            {i.name for i in session.get_inputs()}, {o.name for o in session.get_outputs()}, manifest
         )
         self._session = session
         self._binding = session.io_binding()
-        # ONNX Runtime points into these arrays without owning them.
-        self._caches = _bind_caches(self._binding, layout, manifest.spec)
+        self._cache = CpuCache(manifest.spec, manifest.cache_type, layout)
+        _bind_cache(self._binding, self._cache)
 
     def run(self, batch: StepBatch) -> Float32Array:
         bind = self._binding.bind_cpu_input
@@ -92,9 +73,18 @@ class CpuBackend:
             raise BackendError(f"ONNX Runtime failed in a step: {error}") from error
         return logits
 
+    def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
+        self._cache.copy_blocks(group, pairs)
+
+    def read_blocks(self, group: int, blocks: Sequence[int]) -> ByteArray:
+        return self._cache.read_blocks(group, blocks)
+
+    def write_blocks(self, group: int, blocks: Sequence[int], data: ByteArray) -> None:
+        self._cache.write_blocks(group, blocks, data)
+
     def close(self) -> None:
         self._session = self._binding = None
-        self._caches = []
+        self._cache.free()
 
 
 def _session_options(threads: int) -> "SessionOptions":
@@ -115,13 +105,15 @@ def _session_options(threads: int) -> "SessionOptions":
     return options
 
 
-def _check_signature(inputs: set[str], outputs: set[str], spec: ModelSpec) -> None:
-    layers = range(spec.num_layers)
-    step = "input_ids position_ids cumulative_sequence_length past_seqlens block_table_0 logits_indices"
-    caches = [f"{kind}_cache{{}}.{layer}" for kind in ("key", "value") for layer in layers]
+def _check_signature(inputs: set[str], outputs: set[str], manifest: Manifest) -> None:
+    spec, cache_type = manifest.spec, manifest.cache_type
+    step = "input_ids position_ids cumulative_sequence_length past_seqlens logits_indices"
+    tables = {f"block_table_{group}" for group in range(len(spec.window_groups))}
+    caches = {name for name, _, _ in cache_names(spec, cache_type)}
+    written = {name for _, name, _ in cache_names(spec, cache_type)}
     for what, found, expected in (
-        ("inputs", inputs, {*step.split(), *(name.format("") for name in caches)}),
-        ("outputs", outputs, {"logits", *(name.format("_out") for name in caches)}),
+        ("inputs", inputs, {*step.split()} | tables | caches),
+        ("outputs", outputs, {"logits"} | written),
     ):
         if found != expected:
             raise BundleError(
@@ -130,17 +122,11 @@ def _check_signature(inputs: set[str], outputs: set[str], spec: ModelSpec) -> No
             )
 
 
-def _bind_caches(binding: "IOBinding", layout: CacheLayout, spec: ModelSpec) -> list[Float32Array]:
-    """Allocate [blocks, block_size, kv_heads, head_dim] per layer; input and output are the same memory."""
+def _bind_cache(binding: "IOBinding", cache: CpuCache) -> None:
+    """Input and output of each array are the same memory, which ONNX Runtime points into without owning."""
     from onnxruntime import OrtValue
 
-    shape = (layout.num_blocks, layout.block_size, spec.num_kv_heads, spec.head_dim)
-    caches = []
-    for layer in range(spec.num_layers):
-        for kind in ("key", "value"):
-            # Zeroed pages are mapped when they are first written: a large pool costs nothing until used.
-            caches.append(np.zeros(shape, np.float32))
-            value = OrtValue.ortvalue_from_numpy(caches[-1])
-            binding.bind_ortvalue_input(f"{kind}_cache.{layer}", value)
-            binding.bind_ortvalue_output(f"{kind}_cache_out.{layer}", value)
-    return caches
+    for array in cache.arrays:
+        value = OrtValue.ortvalue_from_numpy_with_onnx_type(array.memory, array.element)
+        binding.bind_ortvalue_input(array.name, value)
+        binding.bind_ortvalue_output(array.out_name, value)

@@ -2,5 +2,6 @@
 
 from pagelet.runtime.sampling.params import SamplingParams
 from pagelet.runtime.sampling.sampler import SampledToken, Sampler
+from pagelet.runtime.sampling.state import SamplerState
 
-__all__ = ["SampledToken", "Sampler", "SamplingParams"]
+__all__ = ["SampledToken", "Sampler", "SamplerState", "SamplingParams"]

@@ -1,5 +1,5 @@
-// The attention kernels without ONNX Runtime: every instruction set of this build against a plain reference,
-// and a prompt whole against token by token. For emulators, where no Python is (see
+// The attention kernels without ONNX Runtime: every instruction set and cache type of this build against a
+// plain reference that reads the same cache, and a prompt whole against token by token. For emulators, where no Python is (see
 // test_attention_emulated.py).
 #include <cmath>
 #include <cstdio>
@@ -13,11 +13,53 @@
 
 namespace pagelet {
 PAGELET_DECLARE_KERNEL(AttentionKernel, attention_f32)
+PAGELET_DECLARE_KERNEL(AttentionKernel, attention_f16)
+PAGELET_DECLARE_KERNEL(AttentionKernel, attention_int8)
+PAGELET_DECLARE_KERNEL(AttentionKernel, attention_fp8)
 }
 
 namespace {
 
 using namespace pagelet;
+
+// An element of a cache, as IEEE 754 and the OCP 8-bit floating point specification define it.
+double from_minifloat(int code, int mantissa_bits, int bias) {
+  const int exponent = code >> mantissa_bits, mantissa = code & ((1 << mantissa_bits) - 1);
+  const int implied = exponent ? 1 << mantissa_bits : 0;
+  return std::ldexp(mantissa + implied, (exponent ? exponent : 1) - bias - mantissa_bits);
+}
+double from_f32(const uint8_t* p) {
+  float x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+double from_f16(const uint8_t* p) {
+  const double magnitude = from_minifloat((p[1] & 0x7f) << 8 | p[0], 10, 15);
+  return p[1] & 0x80 ? -magnitude : magnitude;
+}
+double from_int8(const uint8_t* p) { return int8_t(*p); }
+double from_fp8(const uint8_t* p) {
+  const double magnitude = from_minifloat(*p & 0x7f, 3, 7);
+  return *p & 0x80 ? -magnitude : magnitude;
+}
+
+// `loss`: how far a stored element may be from the original, over the largest of its row.
+struct CacheType {
+  const char* name;
+  size_t bytes;
+  bool scaled;
+  double loss;
+  double (*read)(const uint8_t*);
+  const AttentionKernel& (*kernel)(Isa);
+};
+
+#define KERNEL(name) [](Isa isa) -> const AttentionKernel& { return PAGELET_KERNEL(AttentionKernel, name, isa); }
+const CacheType kCacheTypes[] = {
+    {"f32", 4, false, 0, from_f32, KERNEL(attention_f32)},
+    {"f16", 2, false, 0x1p-11, from_f16, KERNEL(attention_f16)},
+    {"int8", 1, true, 0.50001 / 127, from_int8, KERNEL(attention_int8)},
+    {"fp8", 1, true, 16.0001 / 448, from_fp8, KERNEL(attention_fp8)},
+};
 
 struct Shape {
   int64_t num_heads, kv_num_heads, head_size, block_size, length, window;
@@ -25,22 +67,25 @@ struct Shape {
 };
 
 constexpr Shape kShapes[] = {
-    {9, 3, 64, 32, 290, 0, 0},
+    {6, 2, 64, 32, 262, 0, 0},
     {4, 4, 40, 16, 33, 20, 5},
-    {8, 1, 128, 3, 270, 100, 0},
+    {4, 1, 128, 3, 258, 100, 0},
     {2, 1, 256, 16, 20, 0, 0},
 };
 
 // One sequence of random tokens, with its blocks in reverse order.
 struct Prompt {
-  explicit Prompt(const Shape& s) : shape(s), width((s.num_heads + 2 * s.kv_num_heads) * s.head_size) {
+  Prompt(const Shape& s, const CacheType& t) : shape(s), type(t), width((s.num_heads + 2 * s.kv_num_heads) * s.head_size) {
     std::mt19937 random(1);
     std::normal_distribution<float> normal;
     qkv.resize(size_t(shape.length * width));
     for (float& x : qkv) x = normal(random);
     for (int64_t i = (shape.length - 1) / shape.block_size; i >= 0; --i) table.push_back(int32_t(i));
-    caches[0].assign(table.size() * size_t(shape.block_size * shape.kv_num_heads * shape.head_size), NAN);
-    caches[1] = caches[0];
+    const size_t rows = table.size() * size_t(shape.block_size * shape.kv_num_heads);
+    for (int i = 0; i < 2; ++i) {
+      caches[i].assign(rows * size_t(shape.head_size) * type.bytes, 0xff);  // NaN in every float type
+      scales[i].assign(type.scaled ? rows : 0, NAN);
+    }
     output.resize(size_t(shape.length * shape.num_heads * shape.head_size));
   }
 
@@ -53,6 +98,8 @@ struct Prompt {
     args.query_stride = args.key_value_stride = size_t(width);
     args.key_cache = caches[0].data();
     args.value_cache = caches[1].data();
+    args.key_scale_cache = scales[0].data();
+    args.value_scale_cache = scales[1].data();
     args.cumulative_sequence_length = cumulative;
     args.past_seqlens = &past;
     args.block_table = table.data();
@@ -76,6 +123,44 @@ struct Prompt {
     for (const AttentionItem& item : plan.merges) kernel.merge(args, item, scratch);
   }
 
+  // What the cache holds: keys (0) and values (1), [length, kv_heads, head_size].
+  void read_caches() {
+    for (int kind = 0; kind < 2; ++kind) {
+      for (int64_t i = 0; i < shape.length * shape.kv_num_heads; ++i) {
+        const int64_t position = i / shape.kv_num_heads, head = i % shape.kv_num_heads;
+        const int64_t block = table[size_t(position / shape.block_size)];
+        const int64_t slot = block * shape.block_size + position % shape.block_size;
+        const size_t row = size_t(slot * shape.kv_num_heads + head);
+        const double scale = type.scaled ? scales[kind][row] : 1;
+        for (size_t d = 0; d < size_t(shape.head_size); ++d) {
+          const size_t element = row * size_t(shape.head_size) + d;
+          cached[kind].push_back(scale * type.read(&caches[kind][element * type.bytes]));
+        }
+      }
+    }
+  }
+
+  const double* cached_row(int kind, int64_t position, int64_t kv_head) const {
+    return &cached[kind][size_t((position * shape.kv_num_heads + kv_head) * shape.head_size)];
+  }
+
+  // The largest difference between what was written and what the cache holds, over the row's largest.
+  double loss() const {
+    double largest = 0;
+    for (int64_t row = 0; row < 2 * shape.length * shape.kv_num_heads; ++row) {
+      const int64_t head = row / 2 % shape.kv_num_heads, token = row / 2 / shape.kv_num_heads;
+      const int64_t at = shape.num_heads + (row % 2) * shape.kv_num_heads + head;
+      const float* written = &qkv[size_t(token * width + at * shape.head_size)];
+      const double* held = cached_row(int(row % 2), token, head);
+      double top = 0;
+      for (int64_t i = 0; i < shape.head_size; ++i) top = std::max(top, std::fabs(double(written[i])));
+      for (int64_t i = 0; i < shape.head_size; ++i) {
+        largest = std::fmax(largest, std::isnan(held[i]) ? INFINITY : std::fabs(held[i] - written[i]) / top);
+      }
+    }
+    return largest;
+  }
+
   // The largest difference from the definition, in float64.
   double error() const {
     double largest = 0;
@@ -91,14 +176,14 @@ struct Prompt {
     double total = 0, largest = 0;
     for (int64_t j = shape.window ? std::max<int64_t>(0, token + 1 - shape.window) : 0; j <= token; ++j) {
       const float* q = &qkv[size_t(token * width + head * d)];
-      const float* k = &qkv[size_t(j * width + (shape.num_heads + kv) * d)];
+      const double *key = cached_row(0, j, kv), *value = cached_row(1, j, kv);
       double score = 0;
-      for (int64_t i = 0; i < d; ++i) score += double(q[i]) * k[i];
+      for (int64_t i = 0; i < d; ++i) score += q[i] * key[i];
       score /= std::sqrt(double(d));
       if (shape.softcap > 0) score = shape.softcap * std::tanh(score / shape.softcap);
       const double weight = std::exp(score);
       total += weight;
-      for (int64_t i = 0; i < d; ++i) sum[size_t(i)] += weight * k[shape.kv_num_heads * d + i];
+      for (int64_t i = 0; i < d; ++i) sum[size_t(i)] += weight * value[i];
     }
     for (int64_t i = 0; i < d; ++i) {
       const float found = output[size_t((token * shape.num_heads + head) * d + i)];
@@ -108,22 +193,27 @@ struct Prompt {
   }
 
   Shape shape;
+  const CacheType& type;
   int64_t width;
-  std::vector<float> qkv, caches[2], output;
+  std::vector<float> qkv, scales[2], output;
+  std::vector<uint8_t> caches[2];
+  std::vector<double> cached[2];
   std::vector<int32_t> table;
 };
 
-bool check(Isa isa, const Shape& shape) {
-  const AttentionKernel& kernel = PAGELET_KERNEL(AttentionKernel, attention_f32, isa);
+bool check(Isa isa, const CacheType& type, const Shape& shape) {
+  const AttentionKernel& kernel = type.kernel(isa);
   if (shape.head_size % kernel.vector_width != 0) return true;
-  Prompt whole(shape), single(shape);
+  Prompt whole(shape, type), single(shape, type);
   whole.step(kernel, 0, shape.length);
   for (int64_t t = 0; t < shape.length; ++t) single.step(kernel, t, t + 1);
-  const bool same = std::memcmp(whole.output.data(), single.output.data(), whole.output.size() * 4) == 0;
-  const double error = whole.error();
-  std::printf("%-8s head size %3d: error %.1e, %s\n", isa_name(isa), int(shape.head_size), error,
-              same ? "token by token alike" : "TOKEN BY TOKEN DIFFERS");
-  return same && error < 1e-5;  // float32
+  const bool same = std::memcmp(whole.output.data(), single.output.data(), whole.output.size() * 4) == 0 &&
+                    whole.caches[0] == single.caches[0] && whole.caches[1] == single.caches[1];
+  whole.read_caches();
+  const double error = whole.error(), loss = whole.loss();
+  std::printf("%-8s %-4s head size %3d: error %.1e, loss %.1e, %s\n", isa_name(isa), type.name,
+              int(shape.head_size), error, loss, same ? "token by token alike" : "TOKEN BY TOKEN DIFFERS");
+  return same && error < 1e-5 /* float32 */ && loss <= type.loss;
 }
 
 }  // namespace
@@ -132,7 +222,9 @@ int main() {
   bool good = true;
   for (int i = 0; i < static_cast<int>(Isa::count); ++i) {
     if (!isa_available(static_cast<Isa>(i))) continue;
-    for (const Shape& shape : kShapes) good = check(static_cast<Isa>(i), shape) && good;
+    for (const CacheType& type : kCacheTypes) {
+      for (const Shape& shape : kShapes) good = check(static_cast<Isa>(i), type, shape) && good;
+    }
   }
   return good ? 0 : 1;
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any
 
@@ -40,6 +40,14 @@ INPUT_TYPES = {
     "position_ids": TensorProto.INT64,
 }
 MAX_POSITIONS = 1200
+# NumPy has no FP8: its bits travel as uint8.
+CACHE_TYPES = {
+    "f32": (np.float32, TensorProto.FLOAT),
+    "f16": (np.float16, TensorProto.FLOAT16),
+    "int8": (np.int8, TensorProto.INT8),
+    "fp8": (np.uint8, TensorProto.FLOAT8E4M3FN),
+}
+SCALE_CACHES = ("key_scale_cache", "value_scale_cache")
 
 
 @dataclass(frozen=True)
@@ -57,7 +65,20 @@ class Layer:
     rotary_interleaved: bool = False
     rotary: bool = True
     packed: bool = True
-    extra_inputs: tuple[str, ...] = ()
+    cache_type: str = "f32"
+    scale_inputs: tuple[str, ...] | None = None  # None: those that the cache type has
+
+    @property
+    def scaled(self) -> bool:
+        return self.cache_type in ("int8", "fp8")
+
+    @property
+    def caches(self) -> tuple[str, ...]:
+        """The names of all caches, which are updated in place."""
+        scales = self.scale_inputs
+        if scales is None:
+            scales = SCALE_CACHES if self.scaled else ()
+        return ("key_cache", "value_cache", *scales)
 
     @property
     def attributes(self) -> dict[str, Any]:
@@ -67,7 +88,7 @@ class Layer:
     @property
     def inputs(self) -> list[str]:
         """Names by position; an absent optional input is empty."""
-        absent = {"key_scale_cache", "value_scale_cache"} - set(self.extra_inputs)
+        absent = set(SCALE_CACHES) - set(self.caches)
         absent |= set() if self.rotary else set(ROTARY_INPUTS)
         absent |= {"key", "value"} if self.packed else set()
         return ["" if name in absent else name for name in INPUT_TYPES]
@@ -75,13 +96,20 @@ class Layer:
 
 @dataclass
 class Caches:
-    """The pool of a layer: NaN wherever nothing was written."""
+    """The pool of a layer: NaN wherever nothing was written (int8: noise with the scale NaN)."""
 
     key: Array
     value: Array
+    key_scale: Array | None = None
+    value_scale: Array | None = None
+
+    def arrays(self) -> dict[str, Array]:
+        """By the names of the op's inputs."""
+        named = {f"{f.name}_cache": getattr(self, f.name) for f in fields(self)}
+        return {name: array for name, array in named.items() if array is not None}
 
     def copy(self) -> Caches:
-        return Caches(self.key.copy(), self.value.copy())
+        return Caches(**{name.removesuffix("_cache"): array.copy() for name, array in self.arrays().items()})
 
 
 @dataclass
@@ -111,8 +139,15 @@ class World:
         self.cos, self.sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
     def caches(self) -> Caches:
-        shape = (self.blocks, self.layer.block_size, self.layer.kv_num_heads, self.layer.head_size)
-        return Caches(np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32))
+        layer = self.layer
+        dtype, _ = CACHE_TYPES[layer.cache_type]
+        shape = (self.blocks, layer.block_size, layer.kv_num_heads, layer.head_size)
+        unwritten = {"int8": 77, "fp8": 0x7F}.get(layer.cache_type, np.nan)
+        caches = Caches(np.full(shape, unwritten, dtype), np.full(shape, unwritten, dtype))
+        if layer.scaled:
+            caches.key_scale = np.full(shape[:3], np.nan, np.float32)
+            caches.value_scale = np.full(shape[:3], np.nan, np.float32)
+        return caches
 
     def step(self, spans: Sequence[Span]) -> dict[str, Array]:
         """The inputs (without the caches) of one step that runs these tokens of these sequences."""
@@ -137,36 +172,35 @@ class World:
         return inputs
 
     def reference(self, inputs: dict[str, Array], caches: Caches) -> Array:
-        return reference.paged_attention(
-            key_cache=caches.key, value_cache=caches.value, **inputs, **self.layer.attributes
-        )
+        return reference.paged_attention(**caches.arrays(), **inputs, **self.layer.attributes)
 
     def with_past(self, pasts: Sequence[int]) -> Caches:
-        """Caches in which the first tokens of each sequence are random, and all else is NaN."""
+        """Caches in which the first tokens of each sequence are random, and all else is unwritten."""
         caches, rng = self.caches(), np.random.default_rng(self.seed + 1)
         for table, past in zip(self.block_table, pasts, strict=True):
             slots = reference.block_slots(table, np.arange(past), self.layer.block_size)
-            for cache in (caches.key, caches.value):
-                rows = cache.reshape(-1, *cache.shape[2:])
-                rows[slots] = rng.standard_normal((past, *cache.shape[2:]), dtype=np.float32)
+            for cache, scales in ((caches.key, caches.key_scale), (caches.value, caches.value_scale)):
+                rows = rng.standard_normal((past, *cache.shape[2:]), dtype=np.float32)
+                reference.write(cache, scales, slots, rows)
         return caches
 
 
 def build_model(layer: Layer, nodes: int) -> bytes:
     """One node, or a chain in which each node takes the caches that the one before wrote."""
-    names = [name for name in layer.inputs if name]
-    key, value, chain = "key_cache", "value_cache", []
+    chain, previous = [], {name: name for name in layer.caches}
     for i in range(nodes):
         last = i == nodes - 1
-        key_out, value_out = ("key_cache_out", "value_cache_out") if last else (f"key_{i}", f"value_{i}")
-        inputs = [{"key_cache": key, "value_cache": value}.get(name, name) for name in layer.inputs]
-        outputs = [f"output_{i}", key_out, value_out]
+        written = {name: f"{name}_out" if last else f"{name}.{i}" for name in layer.caches}
+        inputs = [previous.get(name, name) for name in layer.inputs]
+        outputs = [f"output_{i}", *written.values()]
         chain.append(
             helper.make_node(
                 "PagedAttention", inputs, outputs, f"/attn.{i}", domain="pagelet", **layer.attributes
             )
         )
-        key, value = key_out, value_out
+        previous = written
+    _, cache_element = CACHE_TYPES[layer.cache_type]
+    elements = INPUT_TYPES | {"key_cache": cache_element, "value_cache": cache_element}
     rank = {"key_cache": 4, "value_cache": 4, "block_table": 2, "position_ids": 1, "past_seqlens": 1}
     rank |= {"cumulative_sequence_length": 1, "key_scale_cache": 3, "value_scale_cache": 3}
 
@@ -176,13 +210,20 @@ def build_model(layer: Layer, nodes: int) -> bytes:
     graph = helper.make_graph(
         chain,
         "attention",
-        [info(name, INPUT_TYPES[name], rank.get(name, 2)) for name in names],
+        [info(name, elements[name], rank.get(name, 2)) for name in layer.inputs if name],
         [info(f"output_{i}", TensorProto.FLOAT, 2) for i in range(nodes)]
-        + [info(f"{name}_cache_out", TensorProto.FLOAT, 4) for name in ("key", "value")],
+        + [info(f"{name}_out", elements[name], rank[name]) for name in layer.caches],
     )
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("pagelet", 1)]
     model: bytes = helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
     return model
+
+
+def ort_value(array: Array) -> ort.OrtValue:
+    """The array's memory as an OrtValue; uint8 is FP8."""
+    if array.dtype == np.uint8:
+        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, TensorProto.FLOAT8E4M3FN)
+    return ort.OrtValue.ortvalue_from_numpy(array)
 
 
 class AttentionSession:
@@ -197,22 +238,24 @@ class AttentionSession:
         self.session = ort.InferenceSession(build_model(layer, nodes), options, ["CPUExecutionProvider"])
         self.nodes = nodes
 
-    def run(self, inputs: dict[str, Array], caches: Caches) -> Array:
-        """The output of the last node, [T, Hq * D]; `caches` are updated in place."""
+    def run(self, inputs: dict[str, Array], caches: Caches, *, apart: str = "") -> Array:
+        """The output of the last node, [T, Hq * D]; `caches` are updated in place.
+
+        The cache named `apart` is, wrongly, bound to another output.
+        """
         binding = self.session.io_binding()
         for name, array in inputs.items():
             binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
-        pools = {"key_cache": caches.key, "value_cache": caches.value}
-        values = {name: ort.OrtValue.ortvalue_from_numpy(pool) for name, pool in pools.items()}
+        # The values own no memory: what the op writes, it writes into the arrays of `caches`.
+        values = {name: ort_value(pool) for name, pool in caches.arrays().items()}
         for name, pool in values.items():
             binding.bind_ortvalue_input(name, pool)
         for i in range(self.nodes):
             binding.bind_output(f"output_{i}", "cpu")
         for name, pool in values.items():
-            binding.bind_ortvalue_output(f"{name}_out", pool)
+            other = ort_value(caches.copy().arrays()[name]) if name == apart else pool
+            binding.bind_ortvalue_output(f"{name}_out", other)
         self.session.run_with_iobinding(binding)
-        for name, pool in pools.items():
-            pool[...] = values[name].numpy()
         output: Array = binding.get_outputs()[self.nodes - 1].numpy()
         return output
 

@@ -59,4 +59,5 @@ def test_aarch64_through_qemu() -> None:
     options = (*system, "-DCMAKE_EXE_LINKER_FLAGS=-static", "-DPAGELET_KERNEL_CHECK=ON")
     folder = build("emulated-aarch64", "pagelet_kernel_check", *options)
     output = run([emulator, str(folder / "pagelet_kernel_check")])
-    assert "neon" in output
+    for cache_type in ("f32", "f16", "int8", "fp8"):
+        assert f"neon     {cache_type}" in output

@@ -27,8 +27,8 @@ def fails(session: Any, step: dict[str, Any], caches: Any, message: str) -> None
     before = caches.copy()
     with pytest.raises(Exception, match=message):
         session.run(step, caches)
-    np.testing.assert_array_equal(caches.key, before.key)
-    np.testing.assert_array_equal(caches.value, before.value)
+    for name, cache in before.arrays().items():
+        np.testing.assert_array_equal(caches.arrays()[name], cache)
 
 
 @pytest.mark.parametrize(
@@ -111,12 +111,55 @@ def test_caches_not_bound_in_place(attention: Any, case: Any) -> None:
         attention(world.layer).session.run(None, feeds)
 
 
-@pytest.mark.parametrize("name", ["key_scale_cache", "value_scale_cache"])
-def test_scales_with_a_float_cache(attention: Any, make_layer: Any, make_world: Any, name: str) -> None:
-    world = make_world(make_layer(extra_inputs=(name,)), [3])
-    step = world.step([(0, 0, 3)])
-    step[name] = np.ones((world.blocks, world.layer.block_size, 2), np.float32)
-    fails(attention(world.layer), step, world.caches(), "belong to INT8 and FP8 caches")
+SCALE_CACHES = ("key_scale_cache", "value_scale_cache")
+
+
+@pytest.mark.parametrize("cache_type", ["f32", "f16"])
+@pytest.mark.parametrize("name", SCALE_CACHES)
+def test_scales_with_a_float_cache(
+    attention: Any, make_layer: Any, make_world: Any, name: str, cache_type: str
+) -> None:
+    world = make_world(make_layer(cache_type=cache_type, scale_inputs=(name,)), [3])
+    caches = world.caches()
+    scales = np.ones(caches.key.shape[:3], np.float32)
+    setattr(caches, name.removesuffix("_cache"), scales)
+    fails(attention(world.layer), world.step([(0, 0, 3)]), caches, "belong to int8 and float8e4m3fn caches")
+
+
+@pytest.mark.parametrize("cache_type", ["int8", "fp8"])
+@pytest.mark.parametrize("names", [(), *((name,) for name in SCALE_CACHES)])
+def test_missing_scales(
+    attention: Any, make_layer: Any, make_world: Any, names: tuple[str, ...], cache_type: str
+) -> None:
+    world = make_world(make_layer(cache_type=cache_type, scale_inputs=names), [3])
+    caches = world.caches()
+    for name in set(SCALE_CACHES) - set(names):
+        setattr(caches, name.removesuffix("_cache"), None)
+    session, step = attention(world.layer), world.step([(0, 0, 3)])
+    fails(session, step, caches, "caches need key_scale_cache and value_scale_cache")
+
+
+@pytest.mark.parametrize("cache_type", ["int8", "fp8"])
+@pytest.mark.parametrize("name", SCALE_CACHES)
+def test_scales_of_another_shape(
+    attention: Any, make_layer: Any, make_world: Any, name: str, cache_type: str
+) -> None:
+    world = make_world(make_layer(cache_type=cache_type), [3])
+    caches = world.caches()
+    setattr(caches, name.removesuffix("_cache"), np.ones((4, 16, 1), np.float32))
+    message = rf"{name} has shape \[4, 16, 1\], expected \[4, 16, 2\]"
+    fails(attention(world.layer), world.step([(0, 0, 3)]), caches, message)
+
+
+@pytest.mark.parametrize("cache_type", ["f16", "int8", "fp8"])
+def test_any_cache_not_bound_in_place(
+    attention: Any, make_layer: Any, make_world: Any, cache_type: str
+) -> None:
+    """Each cache in turn, a scale cache too, gets an output of its own."""
+    world = make_world(make_layer(cache_type=cache_type), [3])
+    for name in world.layer.caches:
+        with pytest.raises(Exception, match="bind the same OrtValue as cache input and cache output"):
+            attention(world.layer).run(world.step([(0, 0, 3)]), world.caches(), apart=name)
 
 
 @pytest.mark.parametrize(

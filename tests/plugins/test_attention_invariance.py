@@ -15,6 +15,11 @@ LAYERS = [
     {"num_heads": 4, "kv_num_heads": 4, "head_size": 40, "block_size": 16, "softcap": 5.0},
     {"num_heads": 8, "kv_num_heads": 1, "head_size": 128, "block_size": 16, "local_window_size": 70},
     {"num_heads": 2, "kv_num_heads": 1, "head_size": 256, "block_size": 3, "local_window_size": 300},
+    {"num_heads": 9, "kv_num_heads": 3, "head_size": 64, "block_size": 32, "cache_type": "f16"},
+    {"num_heads": 9, "kv_num_heads": 3, "head_size": 64, "block_size": 32, "cache_type": "int8"},
+    {"num_heads": 9, "kv_num_heads": 3, "head_size": 64, "block_size": 32, "cache_type": "fp8"},
+    {"num_heads": 4, "kv_num_heads": 4, "head_size": 40, "softcap": 5.0, "cache_type": "int8"},
+    {"num_heads": 2, "kv_num_heads": 1, "head_size": 256, "local_window_size": 300, "cache_type": "fp8"},
 ]
 LENGTH = 530  # three partitions
 
@@ -38,7 +43,8 @@ def test_prompt_whole_in_chunks_and_token_by_token(
     for cuts in ([1], [255], [256], [257], [100, 200, 300, 512], *every):
         rows, other = run_in_chunks(attention(layer), world, 0, cuts)
         np.testing.assert_array_equal(rows, whole, err_msg=f"cut at {cuts[:5]}")
-        np.testing.assert_array_equal(other.key, caches.key)
+        for name, cache in caches.arrays().items():
+            np.testing.assert_array_equal(other.arrays()[name], cache)
 
 
 @settings(max_examples=25, deadline=None)

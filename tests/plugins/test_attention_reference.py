@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pagelet.plugins import native
+from pagelet.plugins import native, reference
 
 # Scores of unit normals carry float32 errors of about 1e-6; weights and outputs (below 5 here) follow.
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
@@ -25,6 +25,7 @@ PASTS = st.sampled_from([0, 0, 1, 5, 15, 16, 31, 32, 33, 100, 255, 256, 257, 511
 NEW = st.sampled_from([0, 1, 1, 1, 2, 3, 7, 16, 17, 33, 70])
 HEADS = st.sampled_from([(1, 1), (2, 2), (2, 1), (6, 2), (4, 1), (5, 1), (6, 1), (7, 1), (8, 1), (9, 3)])
 HEAD_SIZES = st.sampled_from([8, 16, 32, 40, 64, 80, 96, 128, 256])
+CACHE_TYPES = ("f32", "f16", "int8", "fp8")
 
 
 @st.composite
@@ -43,6 +44,7 @@ def layers(draw: st.DrawFn) -> dict[str, Any]:
         "rotary_interleaved": draw(st.booleans()),
         "rotary_dim": draw(st.sampled_from([0, 0, 2, head_size // 2 // 2 * 2, head_size])),
         "packed": draw(st.booleans()),
+        "cache_type": draw(st.sampled_from(CACHE_TYPES)),
     }
 
 
@@ -56,6 +58,9 @@ SHORT = {"num_heads": 9, "kv_num_heads": 3, "head_size": 64, "block_size": 32}
 @example(SHORT, [(600, 1)], 0, 2)
 @example(SHORT, [(0, 300), (37, 0), (255, 2)], 0, 2)
 @example(SHORT | {"local_window_size": 100}, [(600, 70), (500, 1)], 0, 2)
+@example(SHORT | {"cache_type": "f16"}, [(0, 300), (37, 0), (255, 2)], 0, 2)
+@example(SHORT | {"cache_type": "int8"}, [(0, 300), (37, 0), (255, 2)], 0, 2)
+@example(SHORT | {"cache_type": "fp8"}, [(0, 300), (37, 0), (255, 2)], 0, 2)
 def test_op_matches_reference(
     attention: Any,
     make_layer: Any,
@@ -70,43 +75,50 @@ def test_op_matches_reference(
     step = world.step([(s, past, past + new) for s, (past, new) in enumerate(lengths)])
     expected_caches = world.with_past([past for past, _ in lengths])
     caches = expected_caches.copy()
-    before = caches.copy()
     expected = world.reference(step, expected_caches)
     np.testing.assert_allclose(attention(layer, threads).run(step, caches), expected, **TOLERANCE)
-    np.testing.assert_allclose(caches.key, expected_caches.key, **TOLERANCE)  # NaN in the same places
-    np.testing.assert_array_equal(caches.value, expected_caches.value)
-    # What was there before is untouched.
-    np.testing.assert_array_equal(np.where(np.isnan(before.key), np.nan, caches.key), before.key)
+    # To the bit, also where nothing was written or nothing new is.
+    for name, cache in expected_caches.arrays().items():
+        np.testing.assert_array_equal(caches.arrays()[name], cache, err_msg=name)
 
 
-def test_blocks_below_the_window_may_be_unmapped(attention: Any, make_layer: Any, make_world: Any) -> None:
-    layer = make_layer(local_window_size=40)
+@pytest.mark.parametrize("cache_type", CACHE_TYPES)
+def test_blocks_below_the_window_may_be_unmapped(
+    attention: Any, make_layer: Any, make_world: Any, cache_type: str
+) -> None:
+    layer = make_layer(local_window_size=40, cache_type=cache_type)
     world = make_world(layer, [400])
     step = world.step([(0, 390, 400)])
     caches = world.with_past([390])
     expected = world.reference(step, caches.copy())
     first_needed = (390 - 40 + 1) // layer.block_size
     freed = world.block_table[0, :first_needed]
-    caches.key[freed], caches.value[freed] = np.nan, np.nan
+    for name, cache in caches.arrays().items():
+        cache[freed] = world.caches().arrays()[name][freed]
     step["block_table"] = world.block_table.copy()
     step["block_table"][0, :first_needed] = -1
     np.testing.assert_allclose(attention(layer).run(step, caches), expected, **TOLERANCE)
 
 
-def test_chained_nodes_share_the_caches(attention: Any, make_layer: Any, make_world: Any) -> None:
-    layer = make_layer()
+@pytest.mark.parametrize("cache_type", CACHE_TYPES)
+def test_chained_nodes_share_the_caches(
+    attention: Any, make_layer: Any, make_world: Any, cache_type: str
+) -> None:
+    layer = make_layer(cache_type=cache_type)
     world = make_world(layer, [50, 7])
     step = world.step([(0, 0, 50), (1, 0, 7)])
     once, twice = world.caches(), world.caches()
     expected = attention(layer).run(step, once)
     np.testing.assert_array_equal(attention(layer, nodes=2).run(step, twice), expected)
-    np.testing.assert_array_equal(twice.key, once.key)
+    for name, cache in once.arrays().items():
+        np.testing.assert_array_equal(twice.arrays()[name], cache)
 
 
+@pytest.mark.parametrize("cache_type", CACHE_TYPES)
 def test_infinite_and_nan_values_stay_with_the_rows_that_see_them(
-    attention: Any, make_layer: Any, make_world: Any
+    attention: Any, make_layer: Any, make_world: Any, cache_type: str
 ) -> None:
-    layer = make_layer(num_heads=6, kv_num_heads=2, rotary=False)
+    layer = make_layer(num_heads=6, kv_num_heads=2, rotary=False, cache_type=cache_type)
     world = make_world(layer, [40])
     clean = attention(layer).run(world.step([(0, 0, 40)]), world.caches())
     world.qkv[0][20, -layer.head_size :] = np.nan  # the last KV head's value of token 20
@@ -116,6 +128,76 @@ def test_infinite_and_nan_values_stay_with_the_rows_that_see_them(
     other_heads = 3 * layer.head_size
     np.testing.assert_array_equal(dirty[:, :other_heads], clean[:, :other_heads])
     assert np.isnan(dirty[20:, other_heads:]).all()
+
+
+# What a cache stores at the edges: zeros, float32 and FP8 subnormals, ties, and what overflows FP16.
+EDGES = [
+    np.zeros(8),
+    -np.zeros(8),
+    np.array([1e-45, -1e-45, 1e-44, 0, 0, 0, 0, 0]),
+    np.array([1e-38, -1e-39, 3e-40, 2e-43, 0, 0, 0, 0]),
+    np.array([1, 0.5, 2.5 / 127, 3.5 / 127, -0.5 / 127, -1.5 / 127, 1e-9, 0]),
+    np.array([448, 1.0625, 1.1875, -1.0625, 2**-9, 2**-10, 1.5 * 2**-9, -(2**-6) * 0.99]),
+    np.array([448, 432, 416, 447.9, 2**-6, 7.5 * 2**-9, 2.5 * 2**-9, 0.5 * 2**-9]),
+    np.array([65504, 65519.9, 65520, -1e6, 2**-24, 2**-25, 3 * 2**-25, 2**-14 * 0.9999]),
+    np.array([3e38, -3e38, 1, 0, 0, 0, 0, 0]),
+    np.array([np.nan, 1, 2, 3, 4, 5, 6, 7]),
+    np.array([1, 2, 3, -np.inf, 4, 5, 6, 7]),
+]
+
+
+@pytest.mark.parametrize("cache_type", CACHE_TYPES)
+def test_edges_are_stored_as_the_reference_stores_them(
+    attention: Any, make_layer: Any, make_world: Any, cache_type: str
+) -> None:
+    layer = make_layer(
+        num_heads=1, kv_num_heads=1, head_size=8, block_size=4, rotary=False, cache_type=cache_type
+    )
+    world = make_world(layer, [len(EDGES)])
+    for row, edge in zip(world.qkv[0], EDGES, strict=True):
+        row[8:16], row[16:] = edge, edge[::-1]
+    step = world.step([(0, 0, len(EDGES))])
+    caches, expected = world.caches(), world.caches()
+    attention(layer).run(step, caches)
+    slots = reference.block_slots(world.block_table[0], np.arange(len(EDGES)), layer.block_size)
+    for cache, scales, rows in (
+        (expected.key, expected.key_scale, world.qkv[0][:, 8:16]),
+        (expected.value, expected.value_scale, world.qkv[0][:, 16:]),
+    ):
+        reference.write(cache, scales, slots, rows[:, None])
+    for name, cache in expected.arrays().items():
+        np.testing.assert_array_equal(caches.arrays()[name], cache, err_msg=name)
+
+
+def test_every_fp8_code_is_read_as_the_reference_reads_it(
+    attention: Any, make_layer: Any, make_world: Any
+) -> None:
+    layer = make_layer(
+        num_heads=1, kv_num_heads=1, head_size=256, block_size=1, rotary=False, cache_type="fp8"
+    )
+    world = make_world(layer, [2])
+    caches = world.with_past([1])
+    codes = np.arange(256, dtype=np.uint8)
+    codes[[0x7F, 0xFF]] = 0  # NaN, which is never written
+    caches.value[world.block_table[0, 0], 0, 0] = codes
+    caches.value_scale[world.block_table[0, 0], 0, 0] = 1
+    world.qkv[0][1, 512:] = 0
+    world.qkv[0][1, :512] = 0  # all scores alike: the output is half of the value
+    output = attention(layer).run(world.step([(0, 1, 2)]), caches)
+    np.testing.assert_array_equal(output[0], reference.E4M3_VALUES[codes] / 2)
+
+
+# Half a step between the largest codes, over the largest code.
+@pytest.mark.parametrize(("cache_type", "bound"), [("int8", 0.5 / 127), ("fp8", 16 / 448)])
+def test_quantized_caches_are_close_to_what_was_written(
+    make_layer: Any, make_world: Any, cache_type: str, bound: float
+) -> None:
+    rows = np.random.default_rng(0).standard_normal((1000, 2, 32), dtype=np.float32)
+    caches, slots = make_world(make_layer(cache_type=cache_type), [1000]).caches(), np.arange(1000)
+    reference.write(caches.key, caches.key_scale, slots, rows)
+    error = np.abs(reference.read(caches.key, caches.key_scale, slots) - rows).max(axis=-1)
+    # An element over its scale is itself rounded: at 127 codes by 4e-6 of one.
+    assert (error <= np.abs(rows).max(axis=-1) * bound * (1 + 1e-4)).all()
 
 
 @pytest.mark.parametrize("isa", native.available_isas())

@@ -50,4 +50,4 @@ def make_engine(tokenizer: Tokenizer) -> Iterator[Callable[..., tuple[Engine, Fa
     yield make
     for engine in engines:
         engine.close()
-        engine._loop.pool.check_integrity([])
+        engine._loop.blocks.check_integrity([])

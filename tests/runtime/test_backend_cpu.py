@@ -4,16 +4,22 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from numpy.typing import NDArray
+from transformers import MinistralConfig, MinistralForCausalLM
 
 from pagelet.exporter import ExportOptions, export
+from pagelet.models.cache import cache_bytes_per_token
 from pagelet.models.errors import BackendError, BundleError, CancelledError, CapacityError
-from pagelet.models.manifest import load_manifest
+from pagelet.models.manifest import Manifest, load_manifest
 from pagelet.runtime import Engine, EngineConfig, SamplingParams
 from pagelet.runtime.backends import StepBatch
-from pagelet.runtime.backends.cpu import CpuBackend, bytes_per_token, plan_cache
+from pagelet.runtime.backends.cpu import CpuBackend, cache_shape
+from pagelet.runtime.cache_layout import CacheLayout
 
 VOCAB = 320
 
@@ -27,9 +33,43 @@ def bundle(
     return folder
 
 
+@pytest.fixture(scope="module")
+def windowed_bundle(byte_tokenizer: Callable[[Path], None], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four layers, every second one with a window of 40 tokens."""
+    folder = tmp_path_factory.mktemp("windowed")
+    torch.manual_seed(3)
+    config = MinistralConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        sliding_window=40,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    MinistralForCausalLM(config).save_pretrained(folder / "checkpoint")
+    byte_tokenizer(folder / "checkpoint")
+    export(folder / "checkpoint", folder / "bundle", ExportOptions(weights="fp32", block_size=8))
+    return folder / "bundle"
+
+
 def prompt_of(length: int, seed: int) -> list[int]:
     tokens: list[int] = np.random.default_rng(seed).integers(2, VOCAB, length).tolist()
     return tokens
+
+
+def layout_of(manifest: Manifest) -> CacheLayout:
+    return cache_shape(manifest, max_step_tokens=64).layout(4 << 20, manifest.spec.max_context)
+
+
+def arrays_of(backend: CpuBackend) -> list[NDArray[Any]]:
+    return [array.memory for array in backend._cache.arrays]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -41,7 +81,7 @@ def test_sequences_together_give_what_each_gives_alone(bundle: Path, temperature
         logits = [engine.logits(prompt) for prompt in prompts]
     # Few blocks, small steps, another number of threads: chunked, batched and preempted.
     manifest = load_manifest(bundle)
-    few = 12 * manifest.block_size * bytes_per_token(manifest.spec, manifest.cache_type)
+    few = 12 * manifest.block_size * cache_bytes_per_token(manifest.spec, manifest.cache_type)
     crowded = EngineConfig(kv_memory=few, threads=1, max_sequences=8, max_step_tokens=24)
     with Engine.open(bundle, crowded) as engine:
         together = [engine.submit(prompt, params) for prompt in prompts]
@@ -52,9 +92,79 @@ def test_sequences_together_give_what_each_gives_alone(bundle: Path, temperature
         assert (one == other).all()
 
 
+@pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_tokens_and_logits_are_the_same_with_hits_forks_and_samples(
+    bundle: Path, windowed_bundle: Path, windowed: bool, temperature: float
+) -> None:
+    folder = windowed_bundle if windowed else bundle
+    # The log-probabilities are a function of the logits, row by row, so equal ones mean equal logits.
+    params = SamplingParams(
+        max_tokens=30, ignore_eos=True, temperature=temperature, seed=11, logprobs=20, n=3
+    )
+    prompts = [prompt_of(70, seed=i % 2) + prompt_of(1 + 9 * i, seed=i) for i in range(6)]
+    with Engine.open(folder, EngineConfig(kv_memory="16MiB", threads=2, prefix_cache=False)) as engine:
+        alone = [engine.generate(prompt, params).choices for prompt in prompts]
+    with Engine.open(folder, EngineConfig(kv_memory="16MiB", threads=1, max_step_tokens=48)) as engine:
+        first = engine.generate_all(prompts, params)
+        again = engine.generate_all(prompts, params)
+        assert [done.choices for done in first] == alone
+        assert [done.choices for done in again] == alone
+        block_size = engine.stats().block_size
+        assert all(
+            done.usage.cached_tokens >= (len(prompt) - 1) // block_size * block_size
+            for done, prompt in zip(again, prompts, strict=True)
+        )
+        # A fork goes on as its parent does where both draw with the parent's noise.
+        parent = engine.submit(prompts[5], params)
+        for _ in range(9):
+            parent.next_chunk()
+        greedy = SamplingParams(max_tokens=8, ignore_eos=True, logprobs=20)
+        fork = engine.fork(parent, greedy)
+        forked = fork.result()
+        assert forked.choices == engine.generate(fork.prompt_ids, greedy, prefix_cache=False).choices
+        assert parent.result().choices == alone[5]
+        assert engine.stats().blocks_used == 0
+
+
+def test_blocks_are_copied_in_every_layer_of_their_group_alone(windowed_bundle: Path) -> None:
+    manifest = load_manifest(windowed_bundle)
+    layout = layout_of(manifest)
+    backend = CpuBackend(windowed_bundle / manifest.graph, manifest, layout, threads=1, max_rows=8)
+    rng = np.random.default_rng(0)
+    for array in arrays_of(backend):
+        array[:6] = rng.random((6, *array.shape[1:]))
+    before = [array.copy() for array in arrays_of(backend)]
+    backend.copy_blocks(1, [(0, 4), (4, 5)])
+    for layer in range(4):
+        for old, new in zip(before[2 * layer :][:2], arrays_of(backend)[2 * layer :][:2], strict=True):
+            copied = layer % 2 == 0  # the layers with a window
+            assert (new[4] == old[0 if copied else 4]).all()
+            assert (new[5] == old[0 if copied else 5]).all()
+            assert (new[:4] == old[:4]).all()
+    backend.close()
+
+
+def test_a_window_group_is_given_less_memory(windowed_bundle: Path) -> None:
+    manifest = load_manifest(windowed_bundle)
+    assert manifest.spec.window_groups == (0, 40)
+    block_bytes = 2 * 2 * 2 * 16 * 4 * 8  # K and V, layers of the group, KV heads, head size, bytes, tokens
+    with Engine.open(windowed_bundle, EngineConfig(kv_memory="2MiB", max_step_tokens=32)) as engine:
+        full, windowed = engine._loop.blocks.layout.groups
+        assert full.block_bytes == windowed.block_bytes == block_bytes
+        assert windowed.num_blocks * 5 < full.num_blocks
+        assert engine.stats().kv_bytes <= 2 << 20
+        assert engine.spec == manifest.spec
+        assert engine.manifest == manifest
+        # The whole context fits although the windowed layers have no room for it.
+        assert windowed.num_blocks * 8 < 512
+        long = prompt_of(480, seed=1)
+        assert len(engine.generate(long, SamplingParams(max_tokens=31, ignore_eos=True)).token_ids) == 31
+
+
 def test_the_logits_do_not_depend_on_what_the_blocks_held(bundle: Path) -> None:
     manifest = load_manifest(bundle)
-    layout = plan_cache(manifest, 4 << 20)
+    layout = layout_of(manifest)
     backend = CpuBackend(bundle / manifest.graph, manifest, layout, threads=2, max_rows=8)
     tokens = np.array(prompt_of(40, seed=3))
 
@@ -71,11 +181,11 @@ def test_the_logits_do_not_depend_on_what_the_blocks_held(bundle: Path) -> None:
         return backend.run(batch).copy()
 
     expected = run([0, 1], 0, 40)
-    for cache in backend._caches:
+    for cache in arrays_of(backend):
         cache[2:] = np.nan
     run([5, 3], 0, 33)
     assert (run([5, 3], 33, 40) == expected).all()
-    written = [np.flatnonzero(np.isfinite(cache[2:]).any(axis=(1, 2, 3))) + 2 for cache in backend._caches]
+    written = [np.flatnonzero(np.isfinite(cache[2:]).any(axis=(1, 2, 3))) + 2 for cache in arrays_of(backend)]
     assert all(blocks.tolist() == [3, 5] for blocks in written), "the cache is not updated in place"
     backend.close()
     backend.close()
@@ -122,7 +232,7 @@ def test_opening_reports_progress_and_can_be_cancelled(bundle: Path) -> None:
 
 def test_a_pool_that_cannot_be_is_refused_with_numbers(bundle: Path) -> None:
     manifest = load_manifest(bundle)
-    block_bytes = manifest.block_size * bytes_per_token(manifest.spec, "f32")
+    block_bytes = manifest.block_size * cache_bytes_per_token(manifest.spec, "f32")
     assert (
         block_bytes == 2 * 2 * 2 * 16 * 4 * manifest.block_size
     )  # K and V, layers, KV heads, head size, bytes
@@ -141,7 +251,7 @@ def test_a_graph_of_another_kind_is_refused(bundle: Path, tmp_path: Path) -> Non
     (tmp_path / "manifest.json").unlink()
     (tmp_path / "manifest.json").write_text(json.dumps(data), encoding="utf-8")
     changed = load_manifest(tmp_path)
-    layout = plan_cache(manifest, 4 << 20)
+    layout = layout_of(manifest)
     with pytest.raises(BundleError, match=r"missing \['key_cache.2', 'value_cache.2'\]"):
         CpuBackend(bundle / changed.graph, changed, layout, threads=1, max_rows=4)
     with pytest.raises(BackendError, match="cannot load"):

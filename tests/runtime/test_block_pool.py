@@ -1,88 +1,79 @@
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from pagelet.runtime.block_pool import UNMAPPED, BlockPool, BlockTable
-
-OPERATIONS = st.lists(
-    st.one_of(
-        st.tuples(st.just("append"), st.integers(0, 3), st.integers(0, 20)),
-        st.tuples(st.just("truncate"), st.integers(0, 3), st.integers(0, 40)),
-        st.tuples(st.just("free"), st.integers(0, 3), st.just(0)),
-    ),
-    max_size=60,
-)
-
-
-@settings(max_examples=300, deadline=None)
-@given(OPERATIONS, st.integers(1, 12), st.integers(1, 5))
-def test_tables_against_a_model_that_counts_tokens(
-    operations: list[tuple[str, int, int]], num_blocks: int, block_size: int
-) -> None:
-    pool = BlockPool(num_blocks, block_size)
-    tables = [BlockTable(pool, max_blocks=num_blocks) for _ in range(4)]
-    lengths = [0] * 4
-
-    def blocks_used() -> int:
-        return sum((length + block_size - 1) // block_size for length in lengths)
-
-    for name, which, number in operations:
-        before = lengths[which]
-        if name == "append":
-            lengths[which] += number
-            fits = blocks_used() <= num_blocks
-            if not fits:
-                lengths[which] = before
-            assert tables[which].append(number) is fits
-        elif name == "truncate":
-            lengths[which] = min(number, before)
-            tables[which].truncate(lengths[which])
-        else:
-            lengths[which] = 0
-            tables[which].free()
-        assert [table.length for table in tables] == lengths
-        assert pool.num_used == blocks_used()
-        assert pool.num_free == num_blocks - blocks_used()
-        pool.check_integrity(tables)
-
-
-def test_a_truncated_table_keeps_its_first_blocks() -> None:
-    pool = BlockPool(8, 4)
-    table = BlockTable(pool, 8)
-    assert table.append(30)
-    first = table.mapped()[:2]
-    table.truncate(5)
-    assert table.mapped() == first
-    assert table.blocks[2:].tolist() == [UNMAPPED] * 6
+from pagelet.runtime.block_pool import BlockPool
 
 
 def test_a_shared_block_is_freed_with_its_last_reference() -> None:
-    pool = BlockPool(2, 4)
+    pool = BlockPool(2)
     block = pool.allocate()
     pool.share(block)
+    assert (pool.num_used, pool.num_shared) == (1, 1)
     pool.release(block)
-    assert pool.num_used == 1
+    assert (pool.num_used, pool.num_shared) == (1, 0)
     pool.release(block)
-    assert pool.num_used == 0
+    assert (pool.num_used, pool.num_free, pool.num_cached) == (0, 2, 0)
     with pytest.raises(AssertionError, match="freed twice"):
         pool.release(block)
     with pytest.raises(AssertionError, match="cannot be shared"):
         pool.share(block)
 
 
+def test_a_published_block_stays_until_its_memory_is_needed() -> None:
+    pool = BlockPool(2)
+    block = pool.allocate()
+    assert pool.publish(block, b"a") == block
+    assert not pool.is_writable(block)
+    pool.release(block)
+    assert (pool.num_free, pool.num_cached, pool.num_available) == (1, 1, 2)
+    pool.share(block)
+    assert (pool.num_used, pool.find(b"a")) == (1, block)
+    pool.release(block)
+    assert pool.allocate() != block, "a free block goes before a cached one"
+    assert pool.find(b"a") == block
+    assert pool.allocate() == block
+    assert (pool.find(b"a"), pool.num_evicted) == (None, 1)
+
+
+def test_the_block_that_went_unused_longest_is_evicted_first() -> None:
+    pool = BlockPool(4)
+    blocks = {key: pool.publish(pool.allocate(), key) for key in (b"a", b"b", b"c", b"d")}
+    for key in (b"c", b"a", b"d", b"b"):
+        pool.release(blocks[key])
+    pool.share(blocks[b"c"])  # used once more
+    pool.release(blocks[b"c"])
+    assert [pool.allocate() for _ in range(4)] == [blocks[key] for key in (b"a", b"d", b"b", b"c")]
+
+
+def test_two_blocks_with_one_key_become_one() -> None:
+    pool = BlockPool(4)
+    first, second = pool.allocate(), pool.allocate()
+    pool.publish(first, b"a")
+    assert pool.publish(second, b"a") == first
+    assert (pool.num_used, pool.num_shared, pool.num_free) == (1, 1, 3)
+    assert pool.publish(first, b"a") == first, "publishing twice changes nothing"
+    pool.check_integrity([first, first])
+    with pytest.raises(AssertionError, match="two keys"):
+        pool.publish(first, b"b")
+    with pytest.raises(AssertionError, match="not in use"):
+        pool.publish(second, b"b")
+
+
 def test_check_integrity_finds_each_fault() -> None:
-    pool = BlockPool(4, 4)
-    table = BlockTable(pool, 4)
-    table.append(8)
-    pool.check_integrity([table])
-    with pytest.raises(AssertionError, match="neither free nor in a table"):
-        pool.check_integrity([])
-    with pytest.raises(AssertionError, match="references"):
-        pool.check_integrity([table, table])
-    table.length = 3
-    with pytest.raises(AssertionError, match="too many or too few"):
-        pool.check_integrity([table])
-    table.length = 8
-    pool.release(table.mapped()[0])
-    with pytest.raises(AssertionError, match="both free and in a table"):
-        pool.check_integrity([table])
+    pool = BlockPool(4)
+    first, second = pool.allocate(), pool.allocate()
+    pool.publish(first, b"a")
+    pool.check_integrity([first, second])
+    for held, message in [
+        ([first], "neither free nor cached nor in a table"),
+        ([first, second, second], "counts 1 references, tables hold 2"),
+        ([first, second, 3], "both free and in a table"),
+    ]:
+        with pytest.raises(AssertionError, match=message):
+            pool.check_integrity(held)
+    pool.release(first)
+    with pytest.raises(AssertionError, match="both cached and in a table"):
+        pool.check_integrity([first, second])
+    pool.check_integrity([second])
+    pool._blocks.clear()
+    with pytest.raises(AssertionError, match="index"):
+        pool.check_integrity([second])

@@ -233,8 +233,22 @@ def test_stats_count_blocks_and_tokens(make_engine: MakeEngine) -> None:
     stats = engine.stats()
     assert (stats.prefill_tokens, stats.decode_tokens, stats.steps) == (10, 4, 5)
     assert (stats.blocks_total, stats.block_size, stats.kv_bytes) == (64, 4, backend.layout.num_bytes)
-    assert stats.blocks_free == 64 - stats.blocks_used
+    assert (stats.blocks_used, stats.peak_blocks_used, stats.live_tokens) == (0, 4, 0)
+    assert (stats.blocks_cached, stats.blocks_free) == (3, 61)  # 14 tokens were read: three full blocks
     assert 0 < stats.step_seconds_median <= stats.step_seconds_p95
+
+
+def test_check_integrity_sees_a_lost_block(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine()
+    engine.generate(prompt_of(10), greedy_params(5))
+    engine.check_integrity()
+    lost = engine._loop.blocks.pools[0].allocate()
+    with pytest.raises(AssertionError, match="neither free nor cached nor in a table"):
+        engine.check_integrity()
+    engine._loop.blocks.pools[0].release(lost)
+    request = engine.submit([5], SamplingParams(ignore_eos=True))
+    engine.check_integrity()
+    request.cancel()
 
 
 def test_a_closed_engine_says_so(make_engine: MakeEngine) -> None:
@@ -246,6 +260,8 @@ def test_a_closed_engine_says_so(make_engine: MakeEngine) -> None:
     for call in (engine.generate, engine.stream, engine.logits):
         with pytest.raises(EngineClosedError, match="closed"):
             call([5])
+    with pytest.raises(EngineClosedError, match="closed"):
+        engine.check_integrity()
 
 
 @pytest.mark.parametrize(
@@ -270,10 +286,13 @@ def test_wrong_configs_are_refused(values: dict[str, Any], message: str) -> None
 
 
 def test_sizes_and_the_default_pool() -> None:
-    assert EngineConfig(kv_memory="1.5 MiB").cache_bytes(100, 4096) == 3 << 19
-    assert EngineConfig(kv_memory="2kb").cache_bytes(100, 4096) == 2000
-    assert EngineConfig(kv_memory="77").cache_bytes(100, 4096) == 77
-    assert EngineConfig().cache_bytes(100, 4096) == 4 * 4096 * 100
-    assert EngineConfig(max_context=16).cache_bytes(100, 4096) == 4 * 16 * 100
+    def of(tokens: int) -> int:
+        return 100 * tokens
+
+    assert EngineConfig(kv_memory="1.5 MiB").cache_bytes(of, 4096) == 3 << 19
+    assert EngineConfig(kv_memory="2kb").cache_bytes(of, 4096) == 2000
+    assert EngineConfig(kv_memory="77").cache_bytes(of, 4096) == 77
+    assert EngineConfig().cache_bytes(of, 4096) == 4 * 4096 * 100
+    assert EngineConfig(max_context=16).cache_bytes(of, 4096) == 4 * 16 * 100
     with pytest.raises(CapacityError, match="free"):
-        EngineConfig(kv_memory="16000GiB").cache_bytes(100, 4096)
+        EngineConfig(kv_memory="16000GiB").cache_bytes(of, 4096)

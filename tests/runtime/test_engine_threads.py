@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 from fake_backend import FakeBackend, failing_once, greedy
 
-from pagelet.models.errors import BackendError, CapacityError, EngineClosedError, InputError
+from pagelet.models.errors import BackendError, CapacityError, EngineClosedError, InputError, QueueFullError
 from pagelet.runtime import ChunkStream, Engine, Request, SamplingParams
-from pagelet.runtime.block_pool import BlockTable
+from pagelet.runtime.block_table import BlockTable
 from pagelet.runtime.text import Tokenizer
 
 MakeEngine = Callable[..., tuple[Engine, FakeBackend]]
@@ -159,7 +159,7 @@ def test_many_threads_each_get_their_own(make_engine: MakeEngine) -> None:
 
 
 def test_asyncio_streams_run_side_by_side_and_cancel(make_engine: MakeEngine) -> None:
-    engine, _ = make_engine(LONG_CONTEXT)
+    engine, backend = make_engine(LONG_CONTEXT)
 
     async def tokens(prompt: list[int]) -> list[int]:
         return [token async for chunk in engine.astream(prompt, SHORT) for token in chunk.token_ids]
@@ -168,11 +168,13 @@ def test_asyncio_streams_run_side_by_side_and_cancel(make_engine: MakeEngine) ->
         async with contextlib.aclosing(engine.astream([9], ENDLESS)) as stream:
             async for _ in stream:
                 break
+        backend.before_run = lambda batch: time.sleep(0.02)
         hanging = asyncio.create_task(anext(aiter(engine.astream([9] * 3999, ENDLESS))))
         await asyncio.sleep(0.01)
         hanging.cancel()
         with pytest.raises(asyncio.CancelledError):
             await hanging
+        backend.before_run = lambda batch: None
         with pytest.raises(InputError, match="outside"):
             await anext(engine.astream([VOCAB]))
         return list(await asyncio.gather(*(tokens([i, i + 1]) for i in range(2, 8))))
@@ -249,13 +251,29 @@ def test_the_queue_is_bounded(make_engine: MakeEngine) -> None:
     first = engine.submit([5], SHORT)
     eventually(lambda: engine.stats().running == 1)
     waiting = [engine.submit([5], SHORT) for _ in range(3)]
-    with pytest.raises(CapacityError, match="3 sequences wait already"):
+    with pytest.raises(QueueFullError, match="3 sequences wait already"):
         engine.submit([5], SHORT)
     gate.open()
     for request in (first, *waiting):
         assert len(request.result(timeout=10).token_ids) == 5
-    with pytest.raises(CapacityError, match="no room for 4 more"):
+    with pytest.raises(CapacityError, match="4 sequences that may come to") as refused:
         engine.submit([5], SamplingParams(n=4))
+    assert not isinstance(refused.value, QueueFullError), "trying again would not help"
+
+
+def test_the_tokens_that_may_wait_are_bounded(make_engine: MakeEngine) -> None:
+    gate = Gate()
+    engine, _ = make_engine({"before_run": gate}, max_sequences=1, max_queue_tokens=200)
+    first = engine.submit([5], SHORT)
+    eventually(lambda: engine.stats().running == 1)
+    waiting = engine.submit([5], SamplingParams(n=3, max_tokens=40, ignore_eos=True))
+    with pytest.raises(QueueFullError, match="3 sequences wait already; 2 more would come to 223 tokens"):
+        engine.submit([5], SamplingParams(n=2, max_tokens=49))
+    with pytest.raises(CapacityError, match="2 sequences that may come to 202 tokens"):
+        engine.submit([5], SamplingParams(n=2, max_tokens=100))
+    gate.open()
+    assert len(first.result(timeout=10).token_ids) == 5
+    assert len(waiting.result(timeout=10).choices) == 3
 
 
 def test_a_long_prompt_reports_progress_and_can_be_cancelled(make_engine: MakeEngine) -> None:
@@ -307,7 +325,7 @@ def test_memory_stays_flat_over_many_requests(make_engine: MakeEngine) -> None:
 
     tracemalloc.start()
     try:
-        serve(50)
+        serve(100)  # until every block is in the prefix cache's index
         gc.collect()  # empties the interpreter's free lists as well, which grow for a while
         before = tracemalloc.get_traced_memory()[0]
         gc.disable()

@@ -5,8 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagelet.runtime.batch import StepBuffers
-from pagelet.runtime.block_pool import BlockPool, BlockTable
+from pagelet.runtime.block_manager import BlockManager
 from pagelet.runtime.scheduler import Run, Scheduler, Sequence
+from pagelet.runtime.sequence_cache import SequenceCache
 
 CONTEXT = 40
 
@@ -14,8 +15,8 @@ CONTEXT = 40
 class Job(Sequence):
     """A sequence that takes the likeliest token until it has `reply` of them."""
 
-    def __init__(self, prompt: list[int], reply: int, table: BlockTable, rank: tuple[int, int]) -> None:
-        super().__init__(list(prompt), table, rank)
+    def __init__(self, prompt: list[int], reply: int, cache: SequenceCache, rank: tuple[int, int]) -> None:
+        super().__init__(list(prompt), cache, rank)
         self.prompt, self.reply = prompt, reply
 
     @property
@@ -27,48 +28,67 @@ class Bench:
     """A scheduler with a fake backend, stepped by hand; every step is checked."""
 
     def __init__(
-        self, num_blocks: int = 16, block_size: int = 4, max_sequences: int = 4, budget: int = 8
+        self,
+        num_blocks: int = 16,
+        block_size: int = 4,
+        max_sequences: int = 4,
+        budget: int = 8,
+        windows: tuple[int, ...] = (0,),
+        prefix_cache: bool = True,
     ) -> None:
-        self.pool = BlockPool(num_blocks, block_size)
-        self.backend = FakeBackend(num_blocks=num_blocks, block_size=block_size, max_context=CONTEXT)
+        self.windows = windows
+        self.backend = FakeBackend(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_context=CONTEXT,
+            windows=windows,
+            max_step_tokens=budget,
+        )
+        self.blocks = BlockManager(self.backend.layout, CONTEXT, prefix_cache=prefix_cache)
         self.scheduler: Scheduler[Job] = Scheduler(
-            self.pool, max_sequences=max_sequences, max_step_tokens=budget
+            self.blocks, max_sequences=max_sequences, max_step_tokens=budget
         )
         self.max_sequences, self.budget = max_sequences, budget
-        self.max_blocks = self.pool.blocks_for(CONTEXT)
         self.buffers = StepBuffers(
-            max_tokens=budget, max_sequences=max_sequences, max_blocks=self.max_blocks, max_context=CONTEXT
+            max_tokens=budget,
+            max_sequences=max_sequences,
+            max_blocks=self.blocks.max_blocks,
+            num_groups=len(windows),
+            max_context=CONTEXT,
         )
         self.jobs: list[Job] = []
 
     def add(self, prompt: list[int], reply: int, priority: int = 0) -> Job:
-        table = BlockTable(self.pool, self.max_blocks)
-        job = Job(prompt, reply, table, (-priority, len(self.jobs)))
+        job = Job(prompt, reply, self.blocks.new_cache(), (-priority, len(self.jobs)))
         self.jobs.append(job)
         self.scheduler.add(job)
         return job
 
     def step(self) -> list[Run[Job]]:
+        before = list(self.scheduler.running)
         runs = self.scheduler.schedule()
-        self.check(runs)
+        self.check(runs, before)
         if runs:
+            for group, pairs in self.blocks.take_copies().items():
+                self.backend.copy_blocks(group, pairs)
             logits = iter(self.backend.run(self.buffers.fill(runs)))
             for run in runs:
+                run.sequence.cache.commit(run.sequence.tokens)
                 if run.num_logits:
                     run.sequence.tokens.append(int(next(logits).argmax()))
                 if len(run.sequence.generated) == run.sequence.reply:
                     self.scheduler.remove(run.sequence)
-        self.pool.check_integrity([job.table for job in self.jobs])
+        self.blocks.check_integrity(job.cache for job in self.jobs)
         return runs
 
-    def check(self, runs: list[Run[Job]]) -> None:
+    def check(self, runs: list[Run[Job]], before: list[Job]) -> None:
         assert sum(run.count for run in runs) <= self.budget
         assert len(self.scheduler.running) <= self.max_sequences
         assert len({run.sequence for run in runs}) == len(runs)
         for queue in (self.scheduler.running, self.scheduler.waiting):
             assert queue == sorted(queue, key=lambda job: job.rank)
         # All that generate are in the step, before any prompt.
-        generating = [run.past > 0 and run.num_logits == run.count == 1 for run in runs]
+        generating = [run.sequence in before and run.num_logits == run.count == 1 for run in runs]
         assert generating == sorted(generating, reverse=True)
         served = {run.sequence for run in runs}
         assert all(job in served for job in self.scheduler.running if job.num_unread == 1 and job.generated)
@@ -96,14 +116,32 @@ JOBS = st.lists(
 
 
 @settings(max_examples=150, deadline=None)
-@given(JOBS, st.integers(10, 24), st.integers(1, 5), st.integers(0, 12))
+@given(
+    JOBS,
+    st.integers(10, 24),
+    st.integers(1, 5),
+    st.integers(0, 12),
+    st.sampled_from([(0,), (7,), (0, 3, 9)]),
+    st.booleans(),
+)
 def test_any_schedule_gives_each_sequence_its_own_tokens(
-    jobs: list[tuple[int, int, int, int, int | None]], num_blocks: int, max_sequences: int, extra: int
+    jobs: list[tuple[int, int, int, int, int | None]],
+    num_blocks: int,
+    max_sequences: int,
+    extra: int,
+    windows: tuple[int, ...],
+    prefix_cache: bool,
 ) -> None:
-    bench = Bench(num_blocks=num_blocks, max_sequences=max_sequences, budget=max_sequences + extra)
+    bench = Bench(
+        num_blocks=num_blocks,
+        max_sequences=max_sequences,
+        budget=max_sequences + extra,
+        windows=windows,
+        prefix_cache=prefix_cache,
+    )
     cancelled = set()
     for number, (prompt, reply, priority, gap, cancel) in enumerate(jobs):
-        job = bench.add([(7 * number + 3 * i) % 320 for i in range(prompt)], reply, priority)
+        job = bench.add([(7 * (number % 3) + 3 * i) % 320 for i in range(prompt)], reply, priority)
         for step in range(gap + 1):
             if step == cancel and len(job.generated) < reply:
                 bench.scheduler.remove(job)
@@ -111,9 +149,9 @@ def test_any_schedule_gives_each_sequence_its_own_tokens(
                 cancel = None
             bench.step()
     bench.run()
-    assert bench.pool.num_used == 0
+    assert bench.blocks.num_used == 0
     for job in bench.jobs:
-        expected = greedy(job.prompt, job.reply, 320)
+        expected = greedy(job.prompt, job.reply, 320, windows)
         assert job.generated == (expected[: len(job.generated)] if job in cancelled else expected)
 
 
@@ -154,7 +192,7 @@ def test_a_newcomer_waits_until_its_whole_prompt_fits_beside_what_others_still_r
     slow.max_chunk = 4  # so that the step has room for others
     late = bench.add(list(range(20)), reply=2)
     bench.step()
-    assert bench.pool.num_free == 11
+    assert bench.blocks.num_free == 11
     assert bench.scheduler.waiting == [late], "9 blocks of 12 are promised, 5 are needed"
     bench.run()
     assert bench.scheduler.num_preempted == 0

@@ -2,9 +2,12 @@
 
 import argparse
 import sys
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pagelet.models.errors import InputError, PageletError
+from pagelet.runtime import Engine, Request, SamplingParams
 from pagelet.tools.cli import common
 
 _HELP = "Ctrl-D or /exit ends, Ctrl-C stops an answer, /new begins again."
@@ -14,6 +17,9 @@ def add_parsers(commands: Any) -> None:
     parser = commands.add_parser("chat", help="a conversation on the terminal", description=__doc__)
     common.add_engine_options(parser)
     parser.add_argument("--system", metavar="TEXT", help="a system message")
+    parser.add_argument(
+        "--session", type=Path, metavar="FILE", help="go on from this file if it exists; saved at the end"
+    )
     common.add_sampling_options(parser)
     parser.set_defaults(run=run)
 
@@ -24,14 +30,17 @@ def run(args: argparse.Namespace) -> None:
     with common.open_engine(args) as engine:
         if not engine.tokenizer.has_chat_template:
             raise InputError(f"{args.bundle} has no chat template; use `pagelet generate --raw`.")
+        chat = Chat(engine, params, list(opening))
+        if args.session and args.session.exists():
+            chat.load(args.session)
         print(_HELP, file=sys.stderr)
-        messages = list(opening)
         while (line := _ask()) is not None:
             if line == "/new":
-                messages = list(opening)
+                chat = Chat(engine, params, list(opening))
             elif line:
-                messages.append({"role": "user", "content": line})
-                messages.append({"role": "assistant", "content": _answer(engine, messages, params)})
+                chat.answer(line)
+        if args.session:
+            chat.save(args.session)
 
 
 def _ask() -> str | None:
@@ -44,16 +53,51 @@ def _ask() -> str | None:
     return None if line == "/exit" else line
 
 
-def _answer(engine: Any, messages: list[dict[str, str]], params: Any) -> str:
-    """Show the reply; what was shown is kept, also after Ctrl-C or an error."""
-    shown: list[str] = []
-    try:
-        for chunk in engine.stream(messages, params):
-            print(chunk.text, end="", flush=True)
-            shown.append(chunk.text)
-    except KeyboardInterrupt:
-        print(" [stopped]", end="")
-    except PageletError as error:
-        print(f"\n{error}", file=sys.stderr)
-    print()
-    return "".join(shown)
+@dataclass
+class Chat:
+    """A conversation: its messages, and the request that answered last, whose blocks a session keeps."""
+
+    engine: Engine
+    params: SamplingParams
+    messages: list[dict[str, str]]
+    last: Request | None = None
+
+    def answer(self, line: str) -> None:
+        """Show the reply; what was shown is kept, also after Ctrl-C or an error."""
+        self.messages.append({"role": "user", "content": line})
+        shown: list[str] = []
+        try:
+            with self.engine.stream(self.messages, self.params, on_context_full="truncate") as stream:
+                self._drop(stream.request.dropped_messages)
+                self.last = stream.request
+                for chunk in stream:
+                    print(chunk.text, end="", flush=True)
+                    shown.append(chunk.text)
+        except KeyboardInterrupt:
+            print(" [stopped]", end="")
+        except PageletError as error:
+            print(f"\n{error}", file=sys.stderr)
+        print()
+        self.messages.append({"role": "assistant", "content": "".join(shown)})
+
+    def load(self, path: Path) -> None:
+        """Go on from a session that `save` wrote."""
+        session = self.engine.load_session(path)
+        messages = session.metadata.get("messages")
+        if not isinstance(messages, list):
+            raise InputError(f"{path} is a session without messages; `pagelet chat` did not save it.")
+        self.messages = messages
+        total = len(session.token_ids)
+        print(f"[{path}: {session.restored_tokens} of {total} tokens restored]", file=sys.stderr)
+
+    def save(self, path: Path) -> None:
+        """Write the messages, and what is cached of the last exchange; nothing where there was none."""
+        if self.last is not None:
+            self.engine.save_session(path, self.last, metadata={"messages": self.messages})
+
+    def _drop(self, count: int) -> None:
+        """Forget the oldest `count` messages after the system prompt, and say so."""
+        if count:
+            system = self.messages[0]["role"] == "system"
+            del self.messages[system : system + count]
+            print(f"[the context is full: the oldest {count} messages were dropped]", file=sys.stderr)

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pagelet.models.cache import CACHE_TYPES
 from pagelet.models.errors import PageletError
 from pagelet.models.manifest import Manifest
 
@@ -29,6 +30,12 @@ def add_parsers(commands: Any) -> None:
         help="int4: the table and the head; default: int8",
     )
     parser.add_argument("--target", choices=("cpu",), default="cpu", help="default: %(default)s")
+    parser.add_argument(
+        "--kv",
+        choices=tuple(CACHE_TYPES),
+        default="f32",
+        help="storage of the KV cache; default: %(default)s",
+    )
     parser.add_argument("--max-context", type=int, metavar="N", help="tokens; default: the model's own")
     parser.add_argument(
         "--block-size", type=int, default=32, metavar="N", help="tokens of a KV block; default: 32"
@@ -46,6 +53,7 @@ def run(args: argparse.Namespace) -> None:
         symmetric=args.symmetric,
         embedding=args.embedding,
         target=args.target,
+        cache_type=args.kv,
         max_context=args.max_context,
         block_size=args.block_size,
         force=args.force,

@@ -21,5 +21,17 @@ static inline simde__m512 emulated_cvtepi32_ps(simde__m512i n) {
   simde_mm512_storeu_si512(half, n);
   return joined(_mm256_cvtepi32_ps(half[0]), _mm256_cvtepi32_ps(half[1]));
 }
+static inline __m256i emulated_cvtps_ph(simde__m512 x) {
+  const __m128i low = _mm256_cvtps_ph(simde_mm512_castps512_ps256(x), _MM_FROUND_TO_NEAREST_INT);
+  const __m256 upper = _mm256_castpd_ps(simde_mm512_extractf64x4_pd(simde_mm512_castps_pd(x), 1));
+  const __m128i high = _mm256_cvtps_ph(upper, _MM_FROUND_TO_NEAREST_INT);
+  return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+}
+static inline simde__m512i emulated_cvtepi8_epi32(__m128i bytes) {
+  return simde_mm512_inserti64x4(simde_mm512_castsi256_si512(_mm256_cvtepi8_epi32(bytes)),
+                                 _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)), 1);
+}
+#define _mm512_cvtepi8_epi32(bytes) emulated_cvtepi8_epi32(bytes)
+#define _mm512_cvtps_ph(x, rounding) emulated_cvtps_ph(x)
 #define _mm512_cvtph_ps(half) emulated_cvtph_ps(half)
 #define _mm512_cvtepi32_ps(n) emulated_cvtepi32_ps(n)

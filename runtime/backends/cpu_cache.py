@@ -1,0 +1,121 @@
+"""The KV cache in this machine's memory: arrays for each layer's keys and values, and for their scales."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagelet.models.cache import cache_type, group_bytes_per_token
+from pagelet.models.errors import BundleError
+from pagelet.models.manifest import Manifest
+from pagelet.models.spec import ModelSpec
+from pagelet.runtime.backends.base import ByteArray
+from pagelet.runtime.cache_layout import CacheLayout, CacheShape
+
+Array: TypeAlias = NDArray[Any]
+
+_FLOAT = 1
+# The memory's dtype, and ONNX's number of the element type. NumPy has no FP8: its bits are bytes.
+_ELEMENTS: dict[str, tuple[type[np.generic], int]] = {
+    "f32": (np.float32, _FLOAT),
+    "f16": (np.float16, 10),
+    "int8": (np.int8, 3),
+    "fp8": (np.uint8, 17),
+}
+
+
+def cache_shape(manifest: Manifest, max_step_tokens: int) -> CacheShape:
+    """What a cache of this model consists of.
+
+    Raises:
+        BundleError: the bundle's cache type is not known here.
+    """
+    if manifest.cache_type not in _ELEMENTS:
+        known = ", ".join(_ELEMENTS)
+        raise BundleError(
+            f"the bundle's cache type is {manifest.cache_type!r}; the CPU backend knows {known}."
+        )
+    sizes = group_bytes_per_token(manifest.spec, manifest.cache_type)
+    return CacheShape(
+        manifest.block_size,
+        tuple(
+            (window, manifest.block_size * size)
+            for window, size in zip(manifest.spec.window_groups, sizes, strict=True)
+        ),
+        max_step_tokens,
+    )
+
+
+def cache_names(spec: ModelSpec, type_name: str) -> Iterator[tuple[str, str, int]]:
+    """(graph input, graph output, layer) of each array."""
+    kinds = ["key_cache", "value_cache"]
+    if cache_type(type_name).bytes_per_scale:
+        kinds += ["key_scale_cache", "value_scale_cache"]
+    for layer in range(spec.num_layers):
+        for kind in kinds:
+            yield f"{kind}.{layer}", f"{kind}_out.{layer}", layer
+
+
+@dataclass(frozen=True)
+class CacheArray:
+    """One graph input with its output, which are the same memory.
+
+    Attributes:
+        group: of its layer.
+        memory: [blocks of the group, block_size, kv_heads, head_dim], of the cache type; or the scales,
+            float32 [blocks of the group, block_size, kv_heads].
+        element: ONNX's number of its element type.
+    """
+
+    name: str
+    out_name: str
+    group: int
+    memory: Array
+    element: int
+
+
+class CpuCache:
+    """The arrays, allocated once, in the order of `cache_names`."""
+
+    def __init__(self, spec: ModelSpec, type_name: str, layout: CacheLayout) -> None:
+        self.arrays: list[CacheArray] = []
+        for name, out_name, layer in cache_names(spec, type_name):
+            group = spec.group_of(layer)
+            rows = (layout.groups[group].num_blocks, layout.block_size, spec.num_kv_heads)
+            scales = "_scale_cache." in name
+            dtype, element = (np.float32, _FLOAT) if scales else _ELEMENTS[type_name]
+            # Zeroed pages are mapped when they are first written: a large pool costs nothing until used.
+            memory = np.zeros(rows if scales else (*rows, spec.head_dim), dtype)
+            self.arrays.append(CacheArray(name, out_name, group, memory, element))
+
+    def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
+        for array in self.arrays:
+            if array.group == group:
+                for source, target in pairs:
+                    array.memory[target] = array.memory[source]
+
+    def read_blocks(self, group: int, blocks: Sequence[int]) -> ByteArray:
+        arrays = [array.memory for array in self.arrays if array.group == group]
+        data = np.empty((len(blocks), sum(memory[0].nbytes for memory in arrays)), np.uint8)
+        for memory, columns in zip(arrays, _columns(arrays), strict=True):
+            # One block at a time: no second copy of them all.
+            for row, block in enumerate(blocks):
+                data[row, columns] = memory[block].reshape(-1).view(np.uint8)
+        return data
+
+    def write_blocks(self, group: int, blocks: Sequence[int], data: ByteArray) -> None:
+        arrays = [array.memory for array in self.arrays if array.group == group]
+        for memory, columns in zip(arrays, _columns(arrays), strict=True):
+            for row, block in zip(data, blocks, strict=True):
+                memory[block].reshape(-1).view(np.uint8)[:] = row[columns]
+
+    def free(self) -> None:
+        self.arrays.clear()
+
+
+def _columns(arrays: Sequence[Array]) -> list[slice]:
+    """Where each array's part of a block is in its bytes."""
+    ends = np.cumsum([memory[0].nbytes for memory in arrays]).tolist()
+    return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
