@@ -7,7 +7,9 @@ context's length hold in each.
 
 from dataclasses import dataclass
 
+from pagelet.models.cache import group_bytes_per_token
 from pagelet.models.errors import CapacityError
+from pagelet.models.spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,16 @@ class CacheShape:
     groups: tuple[tuple[int, int], ...]
     max_step_tokens: int
 
+    @classmethod
+    def of(cls, spec: ModelSpec, type_name: str, block_size: int, max_step_tokens: int) -> "CacheShape":
+        """Of a model and a cache type.
+
+        Raises:
+            UnsupportedError: the type is not known.
+        """
+        sizes = zip(spec.window_groups, group_bytes_per_token(spec, type_name), strict=True)
+        return cls(block_size, tuple((window, block_size * size) for window, size in sizes), max_step_tokens)
+
     def sequence_blocks(self, num_tokens: int) -> list[int]:
         """Blocks of each group with which one sequence of `num_tokens` can be read."""
         return [
@@ -90,16 +102,15 @@ class CacheShape:
         Raises:
             CapacityError: not even one block in each group fits.
         """
-        longest = self._longest(num_bytes, -(-context // self.block_size))
+        longest = self.longest_sequence(num_bytes, context)
         if not longest:
             raise CapacityError(
                 f"{num_bytes} bytes are given to the KV cache, but one block of {self.block_size} tokens "
                 f"takes {self._bytes([1] * len(self.groups))}. Raise kv_memory."
             )
-        tokens = min(context, longest * self.block_size)
-        blocks = self.sequence_blocks(tokens)
+        blocks = self.sequence_blocks(longest)
         # What is left goes to further sequences that decode; a step's tokens are needed once for all.
-        decoding = [blocks_at_most(window, tokens, self.block_size, 1) for window, _ in self.groups]
+        decoding = [blocks_at_most(window, longest, self.block_size, 1) for window, _ in self.groups]
         rest, each = num_bytes - self._bytes(blocks), self._bytes(decoding)
         blocks = [first + rest * more // each for first, more in zip(blocks, decoding, strict=True)]
         groups = zip(self.groups, blocks, strict=True)
@@ -109,14 +120,14 @@ class CacheShape:
             self.max_step_tokens,
         )
 
-    def _longest(self, num_bytes: int, most: int) -> int:
-        """Blocks of tokens, at most `most`, of the longest sequence whose blocks fit; by bisection."""
-        low, high = 0, most
+    def longest_sequence(self, num_bytes: int, context: int) -> int:
+        """Tokens, at most `context`, of the longest sequence whose blocks fit; by bisection."""
+        low, high = 0, -(-context // self.block_size)
         while low < high:
             middle = (low + high + 1) // 2
             fits = self.sequence_bytes(middle * self.block_size) <= num_bytes
             low, high = (middle, high) if fits else (low, middle - 1)
-        return low
+        return min(context, low * self.block_size)
 
     def _bytes(self, blocks: list[int]) -> int:
         return sum(count * size for count, (_, size) in zip(blocks, self.groups, strict=True))

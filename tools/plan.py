@@ -6,6 +6,10 @@ from typing import Any
 from pagelet.models.cache import CACHE_TYPES, cache_bytes_per_token
 from pagelet.models.spec import ModelSpec
 from pagelet.plugins.packing import LinearFormat
+from pagelet.runtime import EngineConfig
+from pagelet.runtime.cache_layout import CacheShape
+
+BLOCK_SIZE = 32  # the exporter's default for the CPU
 
 # Bytes of one weight matrix [out, in] in each type that a plan can compare.
 _FORMATS = {
@@ -26,7 +30,8 @@ class Plan:
         weight_bytes: of each weight type.
         cache_bytes_per_token: of each cache type.
         weights, cache_type: what the following numbers are for.
-        cache_bytes: the cache of `sequences` × `context` tokens.
+        cache_bytes: the cache of `sequences` × `context` tokens, in whole blocks; layers with a window
+            hold that and one step's tokens.
         fits: weights and that cache are within `memory`.
         max_tokens: tokens of cache beside the weights, over all sequences; 0 if the weights do not fit.
         decode_tokens_per_second: of all sequences together, if every byte came at full bandwidth once a step.
@@ -81,9 +86,11 @@ def plan(
 ) -> Plan:
     """Plan `sequences` of `context` tokens each in `memory` bytes; `bandwidth` in bytes per second."""
     context = min(context or spec.max_context, spec.max_context)
-    held, per_token = weight_bytes(spec, weights), cache_bytes_per_token(spec, cache_type)
-    cache = per_token * context * sequences
-    max_tokens = max(memory - held, 0) // per_token
+    held = weight_bytes(spec, weights)
+    shape = CacheShape.of(spec, cache_type, BLOCK_SIZE, EngineConfig().max_step_tokens)
+    each, left = shape.sequence_bytes(context), max(memory - held, 0)
+    cache = each * sequences
+    whole, rest = divmod(left, each)
     rate = None
     if bandwidth:
         rate = sequences * bandwidth / (_bytes_read(spec, weights) + cache)
@@ -97,8 +104,8 @@ def plan(
         memory=memory,
         cache_bytes=cache,
         fits=held + cache <= memory,
-        max_tokens=max_tokens,
-        max_sequences=max_tokens // context,
+        max_tokens=whole * context + shape.longest_sequence(rest, context),
+        max_sequences=whole,
         decode_tokens_per_second=rate,
     )
 

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from pagelet.models.cache import cache_type, group_bytes_per_token
+from pagelet.models.cache import cache_type
 from pagelet.models.errors import BundleError
 from pagelet.models.manifest import Manifest
 from pagelet.models.spec import ModelSpec
@@ -37,15 +37,7 @@ def cache_shape(manifest: Manifest, max_step_tokens: int) -> CacheShape:
         raise BundleError(
             f"the bundle's cache type is {manifest.cache_type!r}; the CPU backend knows {known}."
         )
-    sizes = group_bytes_per_token(manifest.spec, manifest.cache_type)
-    return CacheShape(
-        manifest.block_size,
-        tuple(
-            (window, manifest.block_size * size)
-            for window, size in zip(manifest.spec.window_groups, sizes, strict=True)
-        ),
-        max_step_tokens,
-    )
+    return CacheShape.of(manifest.spec, manifest.cache_type, manifest.block_size, max_step_tokens)
 
 
 def cache_names(spec: ModelSpec, type_name: str) -> Iterator[tuple[str, str, int]]:

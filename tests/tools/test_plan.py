@@ -1,6 +1,7 @@
 """The arithmetic of memory, against known cases and against real bundles."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from pagelet.models.errors import UnsupportedError
 from pagelet.models.manifest import load_manifest
 from pagelet.models.rope import RopeSpec
 from pagelet.models.spec import ModelSpec
+from pagelet.runtime import Engine, EngineConfig
 from pagelet.tools.cli import main
 from pagelet.tools.devices import DEVICES
 from pagelet.tools.plan import WEIGHT_TYPES, plan, weight_bytes
@@ -52,21 +54,37 @@ def test_the_plan_of_a_bundle_is_the_bundle(smollm2_int4: Path) -> None:
 
 def test_what_fits_is_what_is_left_beside_the_weights() -> None:
     weights = weight_bytes(LLAMA_70B, "int4")
-    per_token = cache_bytes_per_token(LLAMA_70B, "f16")
-    made = plan(LLAMA_70B, weights + 1000 * per_token + 7, context=500, sequences=2)
-    assert (made.max_tokens, made.max_sequences, made.fits) == (1000, 2, True)
-    assert not plan(LLAMA_70B, weights + 1000 * per_token - 1, context=500, sequences=2).fits
+    block = 32 * cache_bytes_per_token(LLAMA_70B, "f16")
+    made = plan(LLAMA_70B, weights + 35 * block + 7, cache_type="f16", context=512, sequences=2)
+    assert (made.max_tokens, made.max_sequences, made.fits) == (35 * 32, 2, True)
+    assert not plan(LLAMA_70B, weights + 32 * block - 1, cache_type="f16", context=512, sequences=2).fits
     assert plan(LLAMA_70B, weights - 1).max_tokens == 0
 
 
-def test_a_batch_shares_the_weights() -> None:
-    one = plan(LLAMA_70B, 1 << 40, context=1, bandwidth=1e12).decode_tokens_per_second
-    many = plan(LLAMA_70B, 1 << 40, context=1, sequences=8, bandwidth=1e12).decode_tokens_per_second
-    assert one is not None
-    assert many is not None
-    table = 128_256 * 8192 * 8.5 / 8  # untied: a step reads some of its rows, not all
-    assert one == pytest.approx(1e12 / (weight_bytes(LLAMA_70B, "int4") - table), rel=1e-3)
-    assert many == pytest.approx(8 * one, rel=1e-3)
+def test_layers_with_a_window_hold_no_more_than_it() -> None:
+    """Half of the layers see 1,024 tokens: they hold those, 511 of a step, and what blocks round up to."""
+    windowed = replace(LLAMA_70B, layer_windows=(1024, 0) * 40)
+    per_layer = cache_bytes_per_token(LLAMA_70B, "f16") // 80
+    made = plan(windowed, 1 << 40, cache_type="f16", context=65_536)
+    assert made.cache_bytes == 40 * per_layer * (65_536 + (48 + 1) * 32)
+
+
+def test_the_plan_is_what_the_engine_allocates(smollm2_int4: Path) -> None:
+    manifest = load_manifest(smollm2_int4)
+    made = plan(manifest.spec, 1 << 40, cache_type="f32", context=1024, sequences=3)
+    with Engine.open(smollm2_int4, EngineConfig(kv_memory=made.cache_bytes)) as engine:
+        stats = engine.stats()
+        assert stats.kv_bytes == made.cache_bytes
+        assert stats.blocks_total * stats.block_size == 3 * 1024
+
+
+@pytest.mark.parametrize("sequences", [1, 8])
+def test_a_batch_shares_the_weights(sequences: int) -> None:
+    """A step reads the weights once, and each sequence's cache: here one block. An untied table is not read."""
+    made = plan(LLAMA_70B, 1 << 40, cache_type="f16", context=1, sequences=sequences, bandwidth=1e12)
+    read = weight_bytes(LLAMA_70B, "int4") - 128_256 * 8192 * 8.5 / 8
+    blocks = sequences * 32 * cache_bytes_per_token(LLAMA_70B, "f16")
+    assert made.decode_tokens_per_second == pytest.approx(sequences * 1e12 / (read + blocks))
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=lambda device: device.name)

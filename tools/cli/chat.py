@@ -65,7 +65,7 @@ class Chat:
     def answer(self, line: str) -> None:
         """Show the reply; what was shown is kept, also after Ctrl-C or an error."""
         self.messages.append({"role": "user", "content": line})
-        shown: list[str] = []
+        before, shown = self.last, list[str]()
         try:
             with self.engine.stream(self.messages, self.params, on_context_full="truncate") as stream:
                 self._drop(stream.request.dropped_messages)
@@ -77,6 +77,7 @@ class Chat:
             print(" [stopped]", end="")
         except PageletError as error:
             print(f"\n{error}", file=sys.stderr)
+            self.last = before
         print()
         self.messages.append({"role": "assistant", "content": "".join(shown)})
 
