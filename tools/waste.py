@@ -191,9 +191,9 @@ def plot(result: WasteResult, path: Path) -> None:
         ("tokens held", result.live, "#222222"),
     ]
     for name, values, color in lines:
-        axes.plot(_smooth(values), label=name, color=color, linewidth=2 if "paged" in name else 1.2)
+        axes.plot(_smooth(values), label=name, color=color, linewidth=4 if "paged" in name else 1.2)
     axes.set(xlabel="step", ylabel="token slots", yscale="log", title="KV cache held by the same sequences")
-    axes.legend(loc="upper right", ncols=2, fontsize=9)
+    axes.legend(loc="lower right", ncols=2, fontsize=9)
     axes.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=110)

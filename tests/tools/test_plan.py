@@ -80,7 +80,7 @@ def test_the_plan_is_what_the_engine_allocates(smollm2_int4: Path) -> None:
 
 @pytest.mark.parametrize("sequences", [1, 8])
 def test_a_batch_shares_the_weights(sequences: int) -> None:
-    """A step reads the weights once, and each sequence's cache: here one block. An untied table is not read."""
+    """A step reads the weights once, but no untied table, and each sequence's cache: here one block."""
     made = plan(LLAMA_70B, 1 << 40, cache_type="f16", context=1, sequences=sequences, bandwidth=1e12)
     read = weight_bytes(LLAMA_70B, "int4") - 128_256 * 8192 * 8.5 / 8
     blocks = sequences * 32 * cache_bytes_per_token(LLAMA_70B, "f16")
