@@ -16,15 +16,14 @@ from pagelet.models.spec import ModelSpec
 from pagelet.runtime.backends.base import Backend, Float32Array
 from pagelet.runtime.config import EngineConfig
 from pagelet.runtime.opening import OnOpenProgress, open_bundle
-from pagelet.runtime.prompts import LengthLimits, Prompt, check_prompt
+from pagelet.runtime.prompts import LengthLimits, Prompt
 from pagelet.runtime.request import Chunk, ChunkStream, Completion, Request
 from pagelet.runtime.request_options import OnProgress, Options, RequestOptions
 from pagelet.runtime.sampling import SamplingParams
-from pagelet.runtime.session import LoadedSession, SessionInfo, load, save
+from pagelet.runtime.session import LoadedSession, SaveOptions, SessionInfo, load, save
 from pagelet.runtime.stats import EngineStats
 from pagelet.runtime.step_loop import StepLoop
 from pagelet.runtime.submission import Submitter
-from pagelet.runtime.tasks import Scoring
 from pagelet.runtime.text import Tokenizer
 from pagelet.runtime.truncation import OnContextFull
 
@@ -54,8 +53,8 @@ class Engine:
         self.vocab_size = backend.vocab_size
         self._loop = StepLoop(backend, self.config)
         context = self._loop.context
-        self._limits = LengthLimits(context, backend.layout.max_tokens(context))
-        self._submitter = Submitter(self._loop, tokenizer, self.vocab_size, self._limits)
+        limits = LengthLimits(context, backend.layout.max_tokens(context))
+        self._submitter = Submitter(self._loop, tokenizer, self.vocab_size, limits)
         self._scoring = threading.Lock()
 
     @classmethod
@@ -128,7 +127,7 @@ class Engine:
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[Options]
     ) -> Completion:
         """Generate and wait for the end; arguments and errors as in `submit`."""
-        return _await_result(self.submit(prompt, params, **options))
+        return self.generate_all([prompt], params, **options)[0]
 
     def generate_all(
         self, prompts: Iterable[Prompt], params: SamplingParams | None = None, **options: Unpack[Options]
@@ -139,7 +138,7 @@ class Engine:
             for prompt in prompts:
                 requests.append(self.submit(prompt, params, **options))
             return [request.result() for request in requests]
-        finally:
+        finally:  # a reader that is interrupted (Ctrl-C) takes its requests along
             for request in requests:
                 request.cancel()
 
@@ -222,15 +221,8 @@ class Engine:
             InputError: no such sample, no tokens, or the file cannot be written; an older one is still there.
             PageletError: the request failed, or the engine is closed.
         """
-        return save(
-            self._loop,
-            Path(path),
-            request_or_tokens,
-            self.vocab_size,
-            sample=sample,
-            cache_salt=cache_salt,
-            metadata=metadata,
-        )
+        options = SaveOptions(sample, cache_salt, metadata)
+        return save(self._loop, Path(path), request_or_tokens, self.vocab_size, options)
 
     def load_session(self, path: str | Path, *, cache_salt: str | None = None) -> LoadedSession:
         """Read a session file and put its blocks into the prefix cache, where requests find them.
@@ -268,18 +260,11 @@ class Engine:
             InputError: no tokens, or an id outside the vocabulary.
             PromptTooLongError, CapacityError: more than the context, or the KV cache, holds.
         """
-        tokens = check_prompt(token_ids, self.vocab_size)
-        self._limits.check_scoring(len(tokens))
-        self._loop.check_open()
         if self._loop.thread.is_current:
             raise InputError("a callback of the engine must not wait for logits: it would wait for itself.")
         # One at a time: this bounds the rows of logits in a step.
         with self._scoring:
-            # Every row is wanted, so nothing can come from the cache.
-            cache = self._loop.blocks.new_cache(prefix_cache=False)
-            task = Scoring(tokens, cache, self._loop.new_rank(), self.vocab_size)
-            self._loop.enqueue([task])
-            return task.future.result()
+            return self._submitter.score(token_ids).result()
 
     def stats(self) -> EngineStats:
         """Blocks, sequences, tokens and step times at this moment."""
@@ -311,11 +296,3 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _await_result(request: Request) -> Completion:
-    """The result; a reader that is interrupted (Ctrl-C) takes its request along."""
-    try:
-        return request.result()
-    finally:
-        request.cancel()

@@ -48,8 +48,8 @@ def restore_blocks(
         needed = range(table.first_needed(fitting * size), fitting)
         missing = _hold(table, needed, keys)
         try:
-            rows = [index - span.start for index in missing]
-            backend.write_blocks(group, [int(table.blocks[index]) for index in missing], saved[group][rows])
+            rows = [saved[group][index - span.start] for index in missing]
+            backend.write_blocks(group, [int(table.blocks[index]) for index in missing], rows)
             for index in missing:
                 table.publish(index, keys[index])
         finally:

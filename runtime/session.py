@@ -21,6 +21,15 @@ from pagelet.runtime.step_loop import StepLoop
 
 
 @dataclass(frozen=True)
+class SaveOptions:
+    """Arguments of `Engine.save_session`."""
+
+    sample: int
+    cache_salt: str | None
+    metadata: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True)
 class SessionInfo:
     """What was saved: of `num_tokens`, the blocks of the first `saved_tokens`; the file has `num_bytes`."""
 
@@ -51,16 +60,13 @@ def save(
     path: Path,
     request_or_tokens: Request | Iterable[int],
     vocab_size: int,
-    *,
-    sample: int,
-    cache_salt: str | None,
-    metadata: Mapping[str, Any] | None,
+    options: SaveOptions,
 ) -> SessionInfo:
     """What `Engine.save_session` does. The step thread only copies; the file is written in this one."""
-    sampler = None
+    sampler, cache_salt = None, options.cache_salt
     if isinstance(request_or_tokens, Request):
-        tokens, _ = request_or_tokens.tokens_so_far(sample)
-        sampler, cache_salt = request_or_tokens.states[sample], request_or_tokens.options.cache_salt
+        tokens, _ = request_or_tokens.tokens_so_far(options.sample)
+        sampler, cache_salt = request_or_tokens.states[options.sample], request_or_tokens.options.cache_salt
     else:
         tokens = check_prompt(request_or_tokens, vocab_size)
     cache = loop.blocks.new_cache(salt=cache_salt)
@@ -74,7 +80,7 @@ def save(
         saved_tokens=saved_tokens,
         num_blocks=tuple(map(len, blocks)),
         sampler=None if sampler is None else _as_saved(sampler),
-        metadata=dict(metadata or {}),
+        metadata=dict(options.metadata or {}),
     )
     return SessionInfo(len(tokens), saved_tokens, write_session(path, header, tokens, blocks))
 

@@ -1,9 +1,12 @@
-"""From a prompt and its parameters to the samples that the step loop works on."""
+"""From a prompt and its parameters to what the step loop works on: samples, and texts to score."""
 
 import secrets
+from collections.abc import Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from pagelet.models.errors import InputError
+from pagelet.runtime.backends.base import Float32Array
 from pagelet.runtime.prompts import (
     EncodedPrompt,
     LengthLimits,
@@ -16,7 +19,7 @@ from pagelet.runtime.request import Request, Sink
 from pagelet.runtime.request_options import RequestOptions
 from pagelet.runtime.sampling import SamplerState, SamplingParams
 from pagelet.runtime.step_loop import StepLoop
-from pagelet.runtime.tasks import Generation
+from pagelet.runtime.tasks import Generation, Scoring
 from pagelet.runtime.text import TextStream, Tokenizer
 from pagelet.runtime.truncation import encode_truncated
 
@@ -71,6 +74,16 @@ class Submitter:
         tokens = check_prompt(token_ids, self.vocab_size)
         state, params = state.resumed(len(tokens), max_tokens)
         return self._submit(as_continued(tokens), params, options, (state,), None, None)
+
+    def score(self, token_ids: Iterable[int]) -> "Future[Float32Array]":
+        """Queue a text whose logits are wanted. Errors as in `Engine.logits`."""
+        tokens = check_prompt(token_ids, self.vocab_size)
+        self.limits.check_scoring(len(tokens))
+        # Every row is wanted, so nothing can come from the cache.
+        cache = self.loop.blocks.new_cache(prefix_cache=False)
+        task = Scoring(tokens, cache, self.loop.new_rank(), self.vocab_size)
+        self.loop.enqueue([task])
+        return task.future
 
     def _submit(
         self,

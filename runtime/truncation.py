@@ -36,6 +36,9 @@ def encode_truncated(
         raise InputError("on_context_full='truncate' drops turns, and this prompt is not a list of messages.")
     room = min(limits.context, limits.cache + 1)
     reserve = max(1, room // _RESERVE) if max_tokens is None else max_tokens
+    whole = encode_prompt(prompt, tokenizer, vocab_size)
+    if len(whole.token_ids) + reserve <= room:
+        return whole
     system, starts = _turns(prompt)
 
     def encoded(turn: int) -> EncodedPrompt:
@@ -44,9 +47,6 @@ def encode_truncated(
         ids = check_prompt(tokenizer.encode_chat(messages), vocab_size)
         return EncodedPrompt(ids, [], dropped_messages=starts[turn] - system)
 
-    best = encode_prompt(prompt, tokenizer, vocab_size)
-    if len(best.token_ids) + reserve <= room:
-        return best
     # Fewer turns are fewer tokens, so the first that fits is found by bisection.
     low, high = 0, len(starts) - 1
     best = encoded(high)

@@ -81,8 +81,8 @@ class Backend(Protocol):
     def read_blocks(self, group: int, blocks: Sequence[int]) -> ByteArray:
         """Copies of blocks of a group, uint8 [len(blocks), block_bytes]: what all its layers have there."""
 
-    def write_blocks(self, group: int, blocks: Sequence[int], data: ByteArray) -> None:
-        """Put into blocks of a group what `read_blocks` gave for others, here or in another process."""
+    def write_blocks(self, group: int, blocks: Sequence[int], rows: Sequence[ByteArray]) -> None:
+        """Put into each block of a group a row that `read_blocks` gave, here or in another process."""
 
     def close(self) -> None:
         """Free the cache and the model; nothing runs afterwards. Closing twice is fine."""

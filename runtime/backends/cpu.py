@@ -79,8 +79,8 @@ class CpuBackend:
     def read_blocks(self, group: int, blocks: Sequence[int]) -> ByteArray:
         return self._cache.read_blocks(group, blocks)
 
-    def write_blocks(self, group: int, blocks: Sequence[int], data: ByteArray) -> None:
-        self._cache.write_blocks(group, blocks, data)
+    def write_blocks(self, group: int, blocks: Sequence[int], rows: Sequence[ByteArray]) -> None:
+        self._cache.write_blocks(group, blocks, rows)
 
     def close(self) -> None:
         self._session = self._binding = None

@@ -97,10 +97,10 @@ class CpuCache:
                 data[row, columns] = memory[block].reshape(-1).view(np.uint8)
         return data
 
-    def write_blocks(self, group: int, blocks: Sequence[int], data: ByteArray) -> None:
+    def write_blocks(self, group: int, blocks: Sequence[int], rows: Sequence[ByteArray]) -> None:
         arrays = [array.memory for array in self.arrays if array.group == group]
         for memory, columns in zip(arrays, _columns(arrays), strict=True):
-            for row, block in zip(data, blocks, strict=True):
+            for row, block in zip(rows, blocks, strict=True):
                 memory[block].reshape(-1).view(np.uint8)[:] = row[columns]
 
     def free(self) -> None:

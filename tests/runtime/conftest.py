@@ -10,7 +10,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from pagelet.models.manifest import TextSettings
-from pagelet.runtime import Engine, EngineConfig
+from pagelet.runtime import Engine, EngineConfig, SamplingParams
 from pagelet.runtime.text import Tokenizer
 
 # The test modules of this folder share fake_backend.py.
@@ -51,3 +51,14 @@ def make_engine(tokenizer: Tokenizer) -> Iterator[Callable[..., tuple[Engine, Fa
     for engine in engines:
         engine.close()
         engine._loop.blocks.check_integrity([])
+
+
+@pytest.fixture
+def saved(make_engine: Callable[..., tuple[Engine, FakeBackend]], tmp_path: Path) -> Path:
+    """A session: a sampled request of 30 tokens, eight of them generated."""
+    engine, _ = make_engine()
+    asked = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.7, stop=["zz"], seed=3)
+    request = engine.submit([5 * index % 250 + 2 for index in range(22)], asked)
+    request.result(timeout=10)
+    engine.save_session(tmp_path / "saved", request)
+    return tmp_path / "saved"

@@ -106,8 +106,9 @@ class FakeBackend:
     def read_blocks(self, group: int, blocks: Sequence[int]) -> NDArray[np.uint8]:
         return self._caches[group][list(blocks)].view(np.uint8)
 
-    def write_blocks(self, group: int, blocks: Sequence[int], data: NDArray[np.uint8]) -> None:
-        self._caches[group][list(blocks)] = np.ascontiguousarray(data).view(np.int64)
+    def write_blocks(self, group: int, blocks: Sequence[int], rows: Sequence[NDArray[np.uint8]]) -> None:
+        for block, row in zip(blocks, rows, strict=True):
+            self._caches[group][block] = np.frombuffer(row, np.int64)
 
     def close(self) -> None:
         self.closed = True
