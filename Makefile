@@ -8,7 +8,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 NATIVE := $(shell find plugins -name '*.cc' -o -name '*.h' -o -name '*.inc' -o -name CMakeLists.txt)
 
-export PROMPT
+# As it was given: a dollar sign in a prompt is not a variable.
+override export PROMPT := $(value PROMPT)
 
 .PHONY: demo test lint clean
 .DELETE_ON_ERROR:
@@ -32,11 +33,13 @@ $(VENV)/bin/pip:
 
 # One stamp for each set of extras; all of them (re)build the op library when its sources are newer.
 $(VENV)/.demo: pyproject.toml $(NATIVE) | $(VENV)/bin/pip
-	$(BIN)/pip install --quiet --editable '.[export]'
+	@echo "setting up $(VENV): dependencies and the native ops, about two minutes, once"
+	@$(BIN)/pip install --quiet --editable '.[export]'
 	@touch $@
 
 $(VENV)/.test: pyproject.toml $(NATIVE) | $(VENV)/bin/pip
-	$(BIN)/pip install --quiet --editable '.[test]'
+	@echo "setting up $(VENV) for the tests: some minutes, once"
+	@$(BIN)/pip install --quiet --editable '.[test]'
 	@touch $@
 
 $(VENV)/.lint: pyproject.toml $(NATIVE) | $(VENV)/bin/pip

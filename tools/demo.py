@@ -4,50 +4,64 @@ import argparse
 import sys
 from pathlib import Path
 
-from pagelet.exporter import export
-from pagelet.models.errors import PageletError
-from pagelet.models.manifest import MANIFEST_NAME
-from pagelet.runtime import Engine, SamplingParams
-from pagelet.tools.cli import generate
-from pagelet.tools.download import SMOLLM2, fetch
-from pagelet.tools.progress import bar
+from pagelet.tools.cli.guard import guarded
 
 DEFAULT_PROMPT = "Why is the sky blue?"
+DEFAULT_BUNDLE = Path("bundles/smollm2-135m-int4")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompt", default="")
-    parser.add_argument("--bundle", type=Path, default=Path("bundles/smollm2-135m-int4"))
+    parser.add_argument("--bundle", type=Path, default=DEFAULT_BUNDLE)
     args = parser.parse_args()
-    try:
-        _demo(args.bundle, args.prompt.strip() or DEFAULT_PROMPT)
-    except PageletError as error:
-        print(f"demo: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("demo: stopped", file=sys.stderr)
-        return 130
-    return 0
+    return guarded("demo", lambda: _demo(args.bundle, args.prompt.strip() or DEFAULT_PROMPT))
 
 
 def _demo(bundle: Path, prompt: str) -> None:
-    if not (bundle / MANIFEST_NAME).is_file():
-        checkpoint = fetch(SMOLLM2)
-        print(f"exporting {checkpoint.name} to {bundle} …", flush=True)
-        with bar("export", "tensor") as on_progress:
-            export(checkpoint, bundle, on_progress=on_progress)
+    from pagelet.runtime import Engine, SamplingParams
+    from pagelet.tools.cli import generate
+
+    if not _is_whole(bundle):
+        _export(bundle)
     with Engine.open(bundle) as engine:
         print(f"\n> {prompt}\n", flush=True)
-        params = SamplingParams(max_tokens=200, temperature=0)
+        params = SamplingParams(max_tokens=400, temperature=0)
         completion = generate.show(engine, generate.build_prompt(engine, prompt), params)
-        print("\n" + generate.speed(completion))
-        size = sum(path.stat().st_size for path in bundle.iterdir())
         stats = engine.stats()
+        used, total = stats.peak_blocks_used, stats.blocks_total
+        size = sum(path.stat().st_size for path in bundle.iterdir())
+        print(f"\n{generate.speed(completion)}")
         print(
-            f"bundle {size / 1e6:.1f} MB, KV cache {stats.kv_bytes / 1e6:.0f} MB, "
-            f"peak {stats.peak_blocks_used} of {stats.blocks_total} blocks used"
+            f"bundle {size / 1e6:.1f} MB; KV cache: {used} of {total} blocks of {stats.block_size} tokens "
+            f"used, {stats.kv_bytes * used / total / 1e6:.1f} of {stats.kv_bytes / 1e6:.0f} MB reserved"
         )
+
+
+def _is_whole(bundle: Path) -> bool:
+    """Whether an earlier run left a bundle that can be opened."""
+    from pagelet.models.errors import BundleError
+    from pagelet.models.manifest import MANIFEST_NAME, check_files, load_manifest
+
+    if not (bundle / MANIFEST_NAME).is_file():
+        return False
+    try:
+        check_files(bundle, load_manifest(bundle))
+    except BundleError as error:
+        print(f"{error} Exporting it again.", file=sys.stderr)
+        return False
+    return True
+
+
+def _export(bundle: Path) -> None:
+    from pagelet.exporter import ExportOptions, export
+    from pagelet.tools.download import SMOLLM2, fetch
+    from pagelet.tools.progress import bar
+
+    checkpoint = fetch(SMOLLM2)
+    print(f"exporting {checkpoint.name} to {bundle} …", flush=True)
+    with bar("export", "tensor") as on_progress:
+        export(checkpoint, bundle, ExportOptions(force=True), on_progress=on_progress)
 
 
 if __name__ == "__main__":

@@ -1,51 +1,38 @@
-"""The one program `pagelet`: subcommands, exit codes, errors in one line.
+"""The one program `pagelet`: its subcommands are the modules beside this one.
 
 Exit status: 0; 1 for a PageletError; 2 for bad usage; 130 after Ctrl-C.
 """
 
 import argparse
-import signal
+import importlib
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
-from types import FrameType
 
-from pagelet.models.errors import PageletError
-from pagelet.tools.cli import bench, bundle, chat, evaluate, export, generate, plan
+from pagelet.tools.cli.guard import guarded
 
-_COMMANDS = (export, generate, chat, plan, bench, evaluate, bundle)
+_COMMANDS = ("export", "generate", "chat", "plan", "bench", "evaluate", "bundle")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="pagelet", description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        prog="pagelet",
+        description="Exports models to compiled graphs with quantized weights, and runs them on any CPU.",
+    )
     parser.add_argument("--version", action="version", version=f"pagelet {version('pagelet')}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in _COMMANDS:
-        module.add_parsers(commands)
+    for name in _COMMANDS:
+        importlib.import_module(f"pagelet.tools.cli.{name}").add_parsers(commands)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = build_parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, _terminate)
-    try:
-        args.run(args)
-    except PageletError as error:
-        if args.debug:
-            raise
-        print(f"pagelet: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("pagelet: stopped", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        # The reader went away (`pagelet … | head`): nothing is left to say, and nobody to say it to.
-        sys.stderr.close()
-        return 1
-    return 0
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    return guarded("pagelet", lambda: _run(arguments), debug="--debug" in arguments)
 
 
-def _terminate(signum: int, frame: FrameType | None) -> None:
-    """A polite end takes the same road as Ctrl-C, so that temporary files are removed."""
-    raise KeyboardInterrupt
+def _run(arguments: list[str]) -> None:
+    # The commands are imported in here: that takes most of a second, in which Ctrl-C may come.
+    args = build_parser().parse_args(arguments)
+    args.run(args)

@@ -51,5 +51,5 @@ def _summary(manifest: Manifest) -> list[tuple[str, str]]:
         ("target", manifest.target),
         ("source", str(manifest.source.get("name", "unknown"))),
         ("made by", manifest.created_by),
-        *((name, f"{entry.bytes / 1e6:.2f} MB") for name, entry in manifest.files.items()),
+        *((name, common.size(entry.bytes)) for name, entry in manifest.files.items()),
     ]

@@ -1,6 +1,7 @@
 """`pagelet chat`: a conversation on the terminal."""
 
 import argparse
+import contextlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,10 @@ from pagelet.models.errors import InputError, PageletError
 from pagelet.runtime import Engine, Request, SamplingParams
 from pagelet.tools.cli import common
 
-_HELP = "Ctrl-D or /exit ends, Ctrl-C stops an answer, /new begins again."
+with contextlib.suppress(ImportError):  # not on Windows
+    import readline  # noqa: F401  (gives `input` its line editing)
+
+_HELP = "Ctrl-D or /exit ends, Ctrl-C stops an answer (at the prompt it ends too), /new begins again."
 
 
 def add_parsers(commands: Any) -> None:
@@ -25,6 +29,8 @@ def add_parsers(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.session:
+        _check_session(args.session)
     params = common.sampling_params(args)
     opening = [{"role": "system", "content": args.system}] if args.system else []
     with common.open_engine(args) as engine:
@@ -33,10 +39,14 @@ def run(args: argparse.Namespace) -> None:
         chat = Chat(engine, params, list(opening))
         if args.session and args.session.exists():
             chat.load(args.session)
-        print(_HELP, file=sys.stderr)
+        if sys.stdin.isatty():
+            print(_HELP, file=sys.stderr)
         while (line := _ask()) is not None:
             if line == "/new":
                 chat = Chat(engine, params, list(opening))
+                print("[a new conversation]", file=sys.stderr)
+            elif line.startswith("/"):
+                print(f"[{line} is not a command. {_HELP}]", file=sys.stderr)
             elif line:
                 chat.answer(line)
         if args.session:
@@ -46,11 +56,17 @@ def run(args: argparse.Namespace) -> None:
 def _ask() -> str | None:
     """The user's next line; None at the end."""
     try:
-        line = input("> ").strip()
+        line = input("> " if sys.stdin.isatty() else "").strip()
     except (EOFError, KeyboardInterrupt):
         print()
         return None
     return None if line == "/exit" else line
+
+
+def _check_session(path: Path) -> None:
+    """Before a long conversation, not after it."""
+    if not path.absolute().parent.is_dir():
+        raise InputError(f"--session {path}: its folder does not exist; make it first.")
 
 
 @dataclass
@@ -61,9 +77,10 @@ class Chat:
     params: SamplingParams
     messages: list[dict[str, str]]
     last: Request | None = None
+    loaded: bool = False
 
     def answer(self, line: str) -> None:
-        """Show the reply; what was shown is kept, also after Ctrl-C or an error."""
+        """Show the reply; what was shown is kept, also after Ctrl-C. A refused line is forgotten."""
         self.messages.append({"role": "user", "content": line})
         before, shown = self.last, list[str]()
         try:
@@ -78,6 +95,9 @@ class Chat:
         except PageletError as error:
             print(f"\n{error}", file=sys.stderr)
             self.last = before
+            if not shown:
+                self.messages.pop()
+                return
         print()
         self.messages.append({"role": "assistant", "content": "".join(shown)})
 
@@ -87,13 +107,15 @@ class Chat:
         messages = session.metadata.get("messages")
         if not isinstance(messages, list):
             raise InputError(f"{path} is a session without messages; `pagelet chat` did not save it.")
-        self.messages = messages
+        self.messages, self.loaded = messages, True
         total = len(session.token_ids)
         print(f"[{path}: {session.restored_tokens} of {total} tokens restored]", file=sys.stderr)
 
     def save(self, path: Path) -> None:
-        """Write the messages, and what is cached of the last exchange; nothing where there was none."""
-        if self.last is not None:
+        """Write the messages and what is cached of the last exchange; after /new alone, nothing is kept."""
+        if self.last is None and not self.loaded:
+            path.unlink(missing_ok=True)
+        elif self.last is not None:
             self.engine.save_session(path, self.last, metadata={"messages": self.messages})
 
     def _drop(self, count: int) -> None:

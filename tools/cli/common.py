@@ -14,7 +14,12 @@ _MAX_INPUT_BYTES = 64 << 20
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="a folder made by `pagelet export`")
-    parser.add_argument("--kv-memory", metavar="SIZE", help="memory of the KV cache, such as 512MiB")
+    parser.add_argument(
+        "--kv-memory",
+        metavar="SIZE",
+        help="memory reserved for the KV cache, such as 512MiB; default: room for 4 x 8,192 tokens, at most "
+        "a quarter of the free memory",
+    )
     parser.add_argument("--threads", type=int, metavar="N", help="default: the physical cores")
 
 
@@ -25,7 +30,7 @@ def open_engine(args: argparse.Namespace, **config: Any) -> Engine:
 # option, type, help; the names are SamplingParams' own
 _SAMPLING = (
     ("max_tokens", int, "new tokens; default: until the model stops or the context ends"),
-    ("temperature", float, "0 is greedy"),
+    ("temperature", float, "0 is greedy; default: 0"),
     ("top_k", int, "keep the K likeliest tokens; 0 is off"),
     ("top_p", float, "keep the likeliest tokens that reach this probability"),
     ("min_p", float, "keep tokens of at least this share of the likeliest one's probability"),
@@ -33,13 +38,13 @@ _SAMPLING = (
     ("presence_penalty", float, "subtracted once for a token that was generated"),
     ("frequency_penalty", float, "subtracted for each time that a token was generated"),
     ("seed", int, "the same seed gives the same text"),
-    ("logprobs", int, "with --json: log-probabilities, with the N likeliest tokens"),
 )
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     for name, kind, text in _SAMPLING:
-        parser.add_argument("--" + name.replace("_", "-"), type=kind, help=text)
+        metavar = "N" if kind is int else "X"
+        parser.add_argument("--" + name.replace("_", "-"), type=kind, metavar=metavar, help=text)
     parser.add_argument(
         "--stop", action="append", metavar="TEXT", help="end before this text; may be repeated"
     )
@@ -48,7 +53,8 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 def sampling_params(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> SamplingParams:
     """What the user gave, over `defaults`, over SamplingParams' own defaults."""
-    given = {name: getattr(args, name) for name, _, _ in _SAMPLING if getattr(args, name) is not None}
+    names = [*(name for name, _, _ in _SAMPLING), "logprobs"]
+    given = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
     if args.stop:
         given["stop"] = tuple(args.stop)
     return SamplingParams(**{**(defaults or {}), **given, "ignore_eos": args.ignore_eos})
@@ -85,3 +91,11 @@ def table(rows: Iterable[tuple[str, str]]) -> str:
     rows = list(rows)
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def size(count: int) -> str:
+    """Bytes for people: 512 B, 1.5 kB, 86.3 MB."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count} B"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pagelet.models.cache import CACHE_TYPES
-from pagelet.models.errors import PageletError
+from pagelet.models.errors import InputError, PageletError
 from pagelet.models.manifest import Manifest
 
 
@@ -16,7 +16,7 @@ def add_parsers(commands: Any) -> None:
     parser.add_argument("out", type=Path, metavar="OUT", help="the bundle's folder, made new")
     parser.add_argument("--weights", choices=("int4", "fp32"), default="int4", help="default: %(default)s")
     parser.add_argument(
-        "--group-size", type=int, choices=(32, 64, 128), default=32, help="default: %(default)s"
+        "--group-size", type=int, choices=(32, 64, 128), help="int4: inputs of a scale; default: 32"
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--symmetric", action="store_true", help="int4: a scale per group")
@@ -26,8 +26,7 @@ def add_parsers(commands: Any) -> None:
     parser.add_argument(
         "--embedding",
         choices=("int8", "int4"),
-        default="int8",
-        help="int4: the table and the head; default: int8",
+        help="int4: bits of the embedding table and the head; default: int8",
     )
     parser.add_argument("--target", choices=("cpu",), default="cpu", help="default: %(default)s")
     parser.add_argument(
@@ -46,12 +45,13 @@ def add_parsers(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    _check_int4_options(args)
     export, options_type, bar = _exporter()
     options = options_type(
         weights=args.weights,
-        group_size=args.group_size,
+        group_size=args.group_size or 32,
         symmetric=args.symmetric,
-        embedding=args.embedding,
+        embedding=args.embedding or "int8",
         target=args.target,
         cache_type=args.kv,
         max_context=args.max_context,
@@ -61,6 +61,19 @@ def run(args: argparse.Namespace) -> None:
     with bar("export", "tensor") as on_progress:
         manifest = export(args.source, args.out, options, on_progress=on_progress)
     print(json.dumps(manifest.to_json(), indent=1) if args.json else summary(args.out, manifest))
+
+
+def _check_int4_options(args: argparse.Namespace) -> None:
+    """Nothing that was asked for is ignored in silence."""
+    given = {
+        "--group-size": args.group_size,
+        "--embedding": args.embedding,
+        "--symmetric": args.symmetric,
+        "--asymmetric": args.asymmetric,
+    }
+    if args.weights != "int4" and any(given.values()):
+        names = ", ".join(name for name, value in given.items() if value)
+        raise InputError(f"{names} belongs to --weights int4, not to {args.weights}.")
 
 
 def _exporter() -> tuple[Any, Any, Any]:

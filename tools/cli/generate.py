@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pagelet.models.errors import InputError
 from pagelet.runtime import Completion, Engine
 from pagelet.tools.cli import common
 
@@ -14,8 +15,10 @@ def add_parsers(commands: Any) -> None:
     parser = commands.add_parser("generate", help="write text from a prompt", description=__doc__)
     common.add_engine_options(parser)
     prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", metavar="TEXT")
-    prompt.add_argument("--prompt-file", type=Path, metavar="FILE")
+    prompt.add_argument(
+        "--prompt", metavar="TEXT", help="goes through the bundle's chat template, if it has one"
+    )
+    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="the same, from a UTF-8 file")
     prompt.add_argument("--messages", type=Path, metavar="FILE", help='JSON: [{"role": …, "content": …}, …]')
     parser.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
     parser.add_argument("--raw", action="store_true", help="the prompt as it is, without the chat template")
@@ -23,11 +26,20 @@ def add_parsers(commands: Any) -> None:
     parser.add_argument(
         "--stream", action=argparse.BooleanOptionalAction, default=True, help="show text as it comes"
     )
+    parser.add_argument(
+        "--logprobs", type=int, metavar="N", help="with --json: of each token, and the N likeliest"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.logprobs is not None and not args.json:
+        raise InputError("--logprobs is printed with --json only; add --json.")
+    if args.system and (args.raw or args.messages):
+        raise InputError(
+            "--system belongs to --prompt and --prompt-file through a chat template, not to this."
+        )
     params = common.sampling_params(args)
     text = common.read_text(args.prompt_file) if args.prompt_file else args.prompt
     messages = common.read_messages(args.messages) if args.messages else None
@@ -43,7 +55,11 @@ def run(args: argparse.Namespace) -> None:
 
 def build_prompt(engine: Engine, text: str, *, system: str | None = None, raw: bool = False) -> Any:
     """Messages where the bundle has a chat template, else the text itself."""
-    if raw or not engine.tokenizer.has_chat_template:
+    if raw:
+        return text
+    if not engine.tokenizer.has_chat_template:
+        if system:
+            raise InputError("this bundle has no chat template, so a system message has no place in it.")
         return text
     messages = [{"role": "system", "content": system}] if system else []
     return [*messages, {"role": "user", "content": text}]
