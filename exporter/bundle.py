@@ -19,8 +19,8 @@ def new_bundle(out: Path, *, force: bool = False) -> Iterator[Path]:
         InputError: `out` exists and is not to be replaced, or is no bundle, or cannot be made.
     """
     out = Path(os.path.abspath(out))  # noqa: PTH100  (resolve() would follow a link that is to be replaced)
-    _check_destination(out, force)
     _sweep(out)
+    _check_destination(out, force)
     folder = out.parent / f".{out.name}.partial-{os.getpid()}"
     try:
         folder.mkdir(parents=True)
@@ -65,11 +65,18 @@ def _check_destination(out: Path, force: bool) -> None:
 
 
 def _sweep(out: Path) -> None:
-    """Remove what killed exports to the same place left; those still running are kept."""
-    pattern = re.compile(re.escape(f".{out.name}.partial-") + r"(\d+)$")
-    for path in out.parent.glob(".*.partial-*"):
+    """Remove what killed exports to the same place left; those still running are kept.
+
+    One that was killed while it replaced `out` has moved the old bundle aside: that goes back.
+    """
+    pattern = re.compile(re.escape(f".{out.name}.partial-") + r"(\d+)(-old)?")
+    for path in sorted(out.parent.glob(".*.partial-*"), reverse=True):
         match = pattern.fullmatch(path.name)
-        if match and not _alive(int(match.group(1))):
+        if not match or _alive(int(match.group(1))):
+            continue
+        if match.group(2) and not out.exists():
+            path.rename(out)
+        else:
             shutil.rmtree(path, ignore_errors=True)
 
 

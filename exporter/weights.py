@@ -137,14 +137,23 @@ def write_weights(
             on_tensor(done, total, role)
             stored.vectors[role] = _write_vector(file, role, _finite(checkpoint, role))
         on_tensor(total - 1, total, "rope tables")
-        for name, table in zip(("rope.cos", "rope.sin"), spec.rope.tables(spec.max_context), strict=True):
-            stored.vectors[name] = _write_vector(file, name, table)
+        for which, name in enumerate(("rope.cos", "rope.sin")):
+            stored.vectors[name] = _write_rope_table(file, name, spec, which)
         on_tensor(total, total, "")
     return stored
 
 
 def _write_vector(file: WeightsFile, name: str, values: NDArray[np.float32]) -> StoredTensor:
     return file.add(name, "float32", values.shape, iter([values]))
+
+
+def _write_rope_table(file: WeightsFile, name: str, spec: ModelSpec, which: int) -> StoredTensor:
+    """cos (0) or sin (1) of every position, in pieces: contexts of millions of tokens have large tables."""
+    half = spec.rope.rotary_dim // 2
+    step = max(_PIECE // half, 1)
+    starts = range(0, spec.max_context, step)
+    pieces = (spec.rope.tables(min(step, spec.max_context - start), start)[which] for start in starts)
+    return file.add(name, "float32", (spec.max_context, half), pieces)
 
 
 def _write_linear(

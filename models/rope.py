@@ -53,9 +53,10 @@ class RopeSpec:
         inverse = (np.float32(1.0) / np.float32(self.theta) ** exponent).astype(np.float32)
         return _SCALINGS[self.scaling](inverse, self).astype(np.float32)
 
-    def tables(self, positions: int) -> tuple[FloatArray, FloatArray]:
-        """cos and sin, each float32 [positions, rotary_dim/2]."""
-        angles = np.outer(np.arange(positions, dtype=np.float32), self.inverse_frequencies())
+    def tables(self, count: int, first: int = 0) -> tuple[FloatArray, FloatArray]:
+        """cos and sin of `count` positions from `first` on, each float32 [count, rotary_dim/2]."""
+        positions = np.arange(first, first + count, dtype=np.float32)
+        angles = np.outer(positions, self.inverse_frequencies())
         return np.cos(angles), np.sin(angles)
 
 

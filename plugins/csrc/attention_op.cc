@@ -66,6 +66,10 @@ const AttentionKernel& kernel_for(int64_t head_size) {
   return Cache::kernels(static_cast<Isa>(isa));
 }
 
+// Products with sizes of tensors must fit 64 bits, or a wrapped one could pass for the true size.
+constexpr int64_t kMaxHeads = 65536;
+constexpr int64_t kMaxWindow = int64_t{1} << 31;
+
 struct Attributes {
   Attributes(const ort::Api& api, const ort::KernelInfo* info)
       : num_heads(ort::attribute(api, info, "num_heads", int64_t{0})),
@@ -75,14 +79,16 @@ struct Attributes {
         rotary_dim(ort::attribute(api, info, "rotary_dim", int64_t{0})),
         scale(ort::attribute(api, info, "scale", 0.0f)),
         softcap(ort::attribute(api, info, "softcap", 0.0f)) {
-    require(num_heads > 0 && kv_num_heads > 0 && num_heads % kv_num_heads == 0,
+    require(num_heads > 0 && kv_num_heads > 0 && num_heads % kv_num_heads == 0 && num_heads <= kMaxHeads,
             "num_heads is " + std::to_string(num_heads) + " and kv_num_heads is " +
-                std::to_string(kv_num_heads) +
-                ", expected two positive numbers of which the second divides the first");
-    require(local_window_size >= -1, "local_window_size is " + std::to_string(local_window_size) +
-                                         ", expected -1 or 0 (no window) or a number of keys");
-    require(rotary_dim >= 0 && rotary_dim % 2 == 0, "rotary_dim is " + std::to_string(rotary_dim) +
-                                                        ", expected an even number, or 0 for the whole head");
+                std::to_string(kv_num_heads) + ", expected two positive numbers up to " +
+                std::to_string(kMaxHeads) + " of which the second divides the first");
+    require(local_window_size >= -1 && local_window_size <= kMaxWindow,
+            "local_window_size is " + std::to_string(local_window_size) +
+                ", expected -1 or 0 (no window) or a number of keys");
+    require(rotary_dim >= 0 && rotary_dim % 2 == 0 && rotary_dim <= kMaxHeadSize,
+            "rotary_dim is " + std::to_string(rotary_dim) + ", expected an even number up to " +
+                std::to_string(kMaxHeadSize) + ", or 0 for the whole head");
     require(std::isfinite(scale) && scale >= 0, "scale is not finite and positive");
     require(std::isfinite(softcap) && softcap >= 0, "softcap is not finite and positive");
   }

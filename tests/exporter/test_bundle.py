@@ -102,6 +102,34 @@ def test_what_a_killed_export_left_is_swept_by_the_next(tmp_path: Path) -> None:
     assert not leftovers(tmp_path)
 
 
+def test_an_export_killed_while_it_replaced_a_bundle_gives_it_back(tmp_path: Path) -> None:
+    make(tmp_path / "out", "one")
+    (tmp_path / "out").rename(tmp_path / ".out.partial-999999999-old")
+    (tmp_path / ".out.partial-999999999").mkdir()
+    with pytest.raises(InputError, match="--force"):
+        make(tmp_path / "out", "two")
+    assert (tmp_path / "out" / "manifest.json").read_text() == "one"
+    assert not leftovers(tmp_path)
+
+
+def test_a_replacement_that_fails_at_the_last_step_puts_the_old_bundle_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path / "out", "one")
+    rename = Path.rename
+
+    def fail_for_the_new_one(self: Path, target: Path) -> Path:
+        if self.name.endswith(str(os.getpid())):
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail_for_the_new_one)
+    with pytest.raises(BundleError, match="Input/output"):
+        make(tmp_path / "out", "two", force=True)
+    assert (tmp_path / "out" / "manifest.json").read_text() == "one"
+    assert not leftovers(tmp_path)
+
+
 def test_entries_hold_size_hash_and_which_are_weights(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"")
     (tmp_path / "w").write_bytes(b"12")

@@ -55,6 +55,13 @@ def test_tables_hold_cos_and_sin_of_position_times_frequency() -> None:
     np.testing.assert_allclose(sin, np.sin(angles), atol=1e-6)
 
 
+def test_tables_may_be_made_in_pieces() -> None:
+    rope = RopeSpec(10000.0, 8)
+    whole, tail = rope.tables(5), rope.tables(2, 3)
+    for all_of_it, part in zip(whole, tail, strict=True):
+        np.testing.assert_array_equal(all_of_it[3:], part)
+
+
 def test_an_unknown_type_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match="'spiral'"):
         rope_from_config({"rope_scaling": {"rope_type": "spiral"}}, 64)

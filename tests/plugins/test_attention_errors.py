@@ -167,6 +167,9 @@ def test_any_cache_not_bound_in_place(
     [
         ({"num_heads": 3}, "num_heads is 3 and kv_num_heads is 2"),
         ({"kv_num_heads": 0}, "kv_num_heads is 0"),
+        ({"num_heads": 2**60 + 2}, f"num_heads is {2**60 + 2}"),  # times the head size it would wrap
+        ({"local_window_size": 2**62}, f"local_window_size is {2**62}"),
+        ({"rotary_dim": 2**62}, f"rotary_dim is {2**62}"),
         ({"local_window_size": -2}, "local_window_size is -2"),
         ({"rotary_dim": 3}, "rotary_dim is 3"),
         ({"scale": -1.0}, "scale is not finite and positive"),
