@@ -61,7 +61,10 @@ def bench(bundle: Path, options: BenchOptions, on_run: Callable[[int, int, str],
     the tokens after the first over the time from then on.
     """
     config = EngineConfig(
-        threads=options.threads, kv_memory=options.kv_memory, max_sequences=options.sequences
+        threads=options.threads,
+        kv_memory=options.kv_memory,
+        max_sequences=options.sequences,
+        prefix_cache=False,  # nothing may come from the cache, and a kept prefix would count as memory in use
     )
     began = time.perf_counter()
     with Engine.open(bundle, config) as engine:
