@@ -5,7 +5,8 @@ Both sides share this file: the exporter writes it last, the runtime reads it fi
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -20,6 +21,8 @@ VERSION = 1
 # A manifest is a few kilobytes; a larger one is not ours and is not parsed.
 MAX_MANIFEST_BYTES = 16 << 20
 _CHUNK = 4 << 20
+_MAX_PATH_CHARACTERS = 1_024
+_MAX_NAME_BYTES = 255  # of one part of a path, on the usual file systems
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,11 @@ def _check_path(name: str, where: str) -> None:
     escapes = path.is_absolute() or ".." in path.parts or "\\" in name or ":" in name
     if name in ("", ".") or escapes or str(path) != name or "\0" in name:
         raise BundleError(f"{where}: file path {name!r} leaves the bundle's folder or is not plain; refused.")
+    if len(name) > _MAX_PATH_CHARACTERS or any(len(part.encode()) > _MAX_NAME_BYTES for part in path.parts):
+        raise BundleError(
+            f"{where}: file path {name!r:.80} is too long; expected at most {_MAX_NAME_BYTES} bytes per part "
+            f"and {_MAX_PATH_CHARACTERS} characters in all."
+        )
 
 
 def check_files(
@@ -164,24 +172,41 @@ def check_files(
     """Compare the folder with the manifest: every size, and the hashes (the weights' only if asked).
 
     Raises:
-        BundleError: names the first file that is missing, a link out, or of another size or hash.
+        BundleError: names the first file that is missing, unreadable, a link out, or of another size or hash.
     """
-    root = folder.resolve()
     for name, entry in manifest.files.items():
-        path = folder / name
-        if not path.is_file():
-            raise BundleError(f"{path} is missing; the bundle is incomplete. Export or copy it again.")
-        if not path.resolve().is_relative_to(root):
-            raise BundleError(f"{path} links to a file outside the bundle; refused.")
-        if path.stat().st_size != entry.bytes:
-            raise BundleError(
-                f"{path} has {path.stat().st_size} bytes, the manifest says {entry.bytes}: "
-                "truncated or changed. Export or copy it again."
-            )
+        with _readable(folder / name):
+            _check_file(folder, name, entry)
     for name, entry in manifest.files.items():
         if entry.weights and not weights:
             continue
-        if hash_file(folder / name, on_bytes) != entry.sha256:
+        with _readable(folder / name):
+            found = hash_file(folder / name, on_bytes)
+        if found != entry.sha256:
             raise BundleError(
                 f"{folder / name} does not have the manifest's SHA-256: changed. Export or copy it again."
             )
+
+
+def _check_file(folder: Path, name: str, entry: FileEntry) -> None:
+    path = folder / name
+    if not path.is_file():
+        raise BundleError(f"{path} is missing; the bundle is incomplete. Export or copy it again.")
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise BundleError(f"{path} links to a file outside the bundle; refused.")
+    if (size := path.stat().st_size) != entry.bytes:
+        raise BundleError(
+            f"{path} has {size} bytes, the manifest says {entry.bytes}: "
+            "truncated or changed. Export or copy it again."
+        )
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """The file system's errors become a BundleError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise BundleError(
+            f"{path} cannot be read: {error.strerror or error}. Export or copy it again."
+        ) from error

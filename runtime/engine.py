@@ -262,9 +262,10 @@ class Engine:
         """
         if self._loop.thread.is_current:
             raise InputError("a callback of the engine must not wait for logits: it would wait for itself.")
+        self._loop.check_open()  # in a fork the lock may be held for ever
         # One at a time: this bounds the rows of logits in a step.
         with self._scoring:
-            return self._submitter.score(token_ids).result()
+            return self._submitter.score(token_ids)
 
     def stats(self) -> EngineStats:
         """Blocks, sequences, tokens and step times at this moment."""

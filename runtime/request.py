@@ -125,7 +125,7 @@ class Request:
         *,
         states: tuple[SamplerState, ...],
         dropped_messages: int = 0,
-        on_cancel: Callable[["Request"], None],
+        on_cancel: "Callable[[tuple[Generation, ...]], None]",
         sink: Sink | None = None,
     ) -> None:
         self.prompt_ids = prompt_ids
@@ -140,7 +140,7 @@ class Request:
         self.last_token = self.submitted
         # The samples that run; empty from the end on, so that a handle keeps neither them nor the engine.
         self.samples: tuple[Generation, ...] = ()
-        self._on_cancel: Callable[[Request], None] | None = on_cancel
+        self._on_cancel: Callable[[tuple[Generation, ...]], None] | None = on_cancel
         self._chunks: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
         self._sink: Sink = sink or self._chunks.put
         self._done = threading.Event()
@@ -160,8 +160,9 @@ class Request:
     def cancel(self) -> None:
         """Stop generating; what is there already becomes the result, with finish_reason "cancelled"."""
         on_cancel = self._on_cancel
-        if on_cancel is not None and not self.done:
-            on_cancel(self)
+        # In a fork there is nothing to stop, and the step thread's lock may be held for ever.
+        if on_cancel is not None and not self.done and not self._forked:
+            on_cancel(self.samples)
 
     def result(self, timeout: float | None = None) -> Completion:
         """Wait for the end.
@@ -213,8 +214,13 @@ class Request:
         if self._error is not None:
             raise self._error
 
+    @property
+    def _forked(self) -> bool:
+        """Whether this process is a fork of the one that submitted the request."""
+        return os.getpid() != self._pid
+
     def _check_may_wait(self) -> None:
-        if os.getpid() != self._pid:
+        if self._forked:
             raise EngineClosedError("this request runs in the process that submitted it, not in its fork.")
         if threading.current_thread().name == STEP_THREAD_NAME and not self.done:
             raise InputError(

@@ -97,9 +97,10 @@ class Scheduler(Generic[S]):
 
     def remove(self, sequence: S) -> None:
         """Forget a sequence, wherever it is, and free its blocks."""
+        # It leaves its queue last: if this fails, whoever ends everything still finds it there.
+        sequence.cache.free()
         queue = self.running if sequence in self.running else self.waiting
         queue.remove(sequence)
-        sequence.cache.free()
         sequence.scheduled = False
         sequence.origin = None
         self._blocked = None
@@ -128,8 +129,9 @@ class Scheduler(Generic[S]):
     def _reserve(self, sequence: S, count: int, preempted: set[S]) -> bool:
         """Take blocks for `count` tokens, from the sequences served last if need be; False if it is one."""
         while not sequence.cache.append(count):
-            victim = self.running.pop()
+            victim = self.running[-1]
             victim.cache.free()
+            self.running.pop()
             self.add(victim)
             preempted.add(victim)
             self.num_preempted += 1
@@ -157,8 +159,8 @@ class Scheduler(Generic[S]):
             if self.running and not self.blocks.has_room(wanted):
                 self._blocked = (sequence, self.blocks.room) if not index else None
                 break
-            del self.waiting[index]
             count = self._start(sequence, prefix, budget)
+            del self.waiting[index]
             promised = self._promised()
             plan[sequence] = count
             budget -= count

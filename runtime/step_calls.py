@@ -23,11 +23,13 @@ class StepCalls:
     def run(self) -> None:
         """Make the calls that wait."""
         for _ in range(len(self._waiting)):
-            function, future = self._waiting.popleft()
+            # It leaves the queue last, so that `fail` reaches it if what it raises ends the loop.
+            function, future = self._waiting[0]
             try:
                 future.set_result(function())
             except Exception as error:
                 future.set_exception(error)
+            self._waiting.popleft()
 
     def fail(self, error: Exception) -> None:
         """Raise `error` in place of every call that waits."""

@@ -24,7 +24,7 @@ from pagelet.runtime.backends.base import Backend, Float32Array
 from pagelet.runtime.batch import StepBuffers
 from pagelet.runtime.block_manager import BlockManager
 from pagelet.runtime.config import EngineConfig
-from pagelet.runtime.request import FinishReason, Request
+from pagelet.runtime.request import FinishReason
 from pagelet.runtime.scheduler import Run, Scheduler
 from pagelet.runtime.stats import EngineStats, StepCounters
 from pagelet.runtime.step_calls import StepCalls
@@ -67,7 +67,7 @@ class StepLoop:
         self._counters = StepCounters()
         self._lock = threading.Lock()
         self._arrivals: deque[Task] = deque()
-        self._cancelled: deque[Request] = deque()
+        self._cancelled: deque[Sequence[Task]] = deque()
         self._calls = StepCalls()
         self._numbers = itertools.count()
         self._next_deadline = math.inf
@@ -115,8 +115,10 @@ class StepLoop:
             self._next_deadline = min(self._next_deadline, tasks[0].deadline)
         self.thread.wake()
 
-    def cancel(self, request: Request) -> None:
-        self._cancelled.append(request)
+    def cancel(self, tasks: Sequence[Task]) -> None:
+        """End tasks before the next step, and before any task that is queued later starts."""
+        # Without the lock: a handle that is collected cancels, in whatever its thread is doing.
+        self._cancelled.append(tasks)
         self.thread.wake()
 
     def call(self, function: Callable[[], R]) -> R:
@@ -199,7 +201,7 @@ class StepLoop:
         self._counters.count([run.count for run in runs], time.perf_counter() - started)
         return True
 
-    def abort(self, error: Exception) -> None:
+    def abort(self, error: BaseException) -> None:
         """The loop itself failed: nothing can be trusted, so everything ends."""
         closed = EngineClosedError(f"the engine's step loop failed and is closed: {error!r}. Open it again.")
         closed.__cause__ = error
@@ -208,12 +210,13 @@ class StepLoop:
             self._fail_all(closed)
 
     def _take_requests(self) -> None:
-        # Cancellations first: what was cancelled before this line has arrived before it too.
-        cancelled = [self._cancelled.popleft() for _ in range(len(self._cancelled))]
-        while self._arrivals:
-            self.scheduler.add(self._arrivals.popleft())
-        for request in cancelled:
-            self._end_all(request.samples, "cancelled")
+        # Under the lock, what is cancelled has arrived, and what arrives after a cancellation comes with it.
+        with self._lock:
+            while self._arrivals:
+                self.scheduler.add(self._arrivals.popleft())
+            cancelled = [self._cancelled.popleft() for _ in range(len(self._cancelled))]
+        for tasks in cancelled:
+            self._end_all(tasks, "cancelled")
         if time.monotonic() >= self._next_deadline:
             self._end_overdue()
 
@@ -243,9 +246,9 @@ class StepLoop:
 
     def _end_all(self, tasks: Sequence[Task], reason: FinishReason) -> None:
         for task in tasks:
-            if not task.finished:
-                self.scheduler.remove(task)
+            if task.scheduled:  # neither over nor refused by the queue
                 task.end(reason)
+                self.scheduler.remove(task)
 
     def _fail_step(self, runs: list[Run[Task]], error: Exception) -> None:
         self._counters.failed_steps += 1

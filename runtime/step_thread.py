@@ -13,7 +13,7 @@ class Owner(Protocol):
     def step(self) -> bool:
         """Do one step; False when there was nothing to do."""
 
-    def abort(self, error: Exception) -> None:
+    def abort(self, error: BaseException) -> None:
         """End everything: `step` raised."""
 
 
@@ -74,7 +74,7 @@ class StepThread:
             try:
                 while not self._stopping and owner.step():
                     pass
-            except Exception as error:
+            except BaseException as error:  # a thread that died silently would leave its callers waiting
                 owner.abort(error)
             del owner  # or it would live as long as the thread sleeps
 

@@ -2,7 +2,6 @@
 
 import secrets
 from collections.abc import Iterable
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 from pagelet.models.errors import InputError
@@ -75,15 +74,19 @@ class Submitter:
         state, params = state.resumed(len(tokens), max_tokens)
         return self._submit(as_continued(tokens), params, options, (state,), None, None)
 
-    def score(self, token_ids: Iterable[int]) -> "Future[Float32Array]":
-        """Queue a text whose logits are wanted. Errors as in `Engine.logits`."""
+    def score(self, token_ids: Iterable[int]) -> Float32Array:
+        """Queue a text and wait for its logits. Errors as in `Engine.logits`."""
         tokens = check_prompt(token_ids, self.vocab_size)
         self.limits.check_scoring(len(tokens))
         # Every row is wanted, so nothing can come from the cache.
         cache = self.loop.blocks.new_cache(prefix_cache=False)
         task = Scoring(tokens, cache, self.loop.new_rank(), self.vocab_size)
-        self.loop.enqueue([task])
-        return task.future
+        try:
+            self.loop.enqueue([task])
+            return task.future.result()
+        except BaseException:  # a caller that is interrupted (Ctrl-C) takes its task along
+            self.loop.cancel([task])
+            raise
 
     def _submit(
         self,

@@ -144,7 +144,7 @@ class Generation(Task):
             return
         try:
             goes_on = self.request.on_progress(self.cache.length, self.request.prompt_tokens)
-        except Exception as error:
+        except BaseException as error:  # sys.exit() too is the caller's, not for the step thread to obey
             raise InputError(f"the request's on_progress raised {error!r}; the request was ended.") from error
         if goes_on is False:
             self.request.cancel()

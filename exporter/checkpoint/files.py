@@ -1,8 +1,10 @@
 """Files from strangers: read at given offsets, or as JSON, and never more than was checked."""
 
+import io
 import json
 import os
 import re
+import stat
 import threading
 from pathlib import Path
 from typing import Any
@@ -22,14 +24,11 @@ class SourceFile:
     It is not mapped: mapped pages would count as the exporter's own memory.
 
     Raises:
-        CheckpointError: it cannot be opened.
+        CheckpointError: it cannot be opened, or is no regular file.
     """
 
     def __init__(self, path: Path) -> None:
-        try:
-            self._stream = path.open("rb", buffering=0)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be opened: {error.strerror or error}.") from error
+        self._stream = open_regular(path)
         self.path = path
         self.size = os.fstat(self._stream.fileno()).st_size
         self._lock = threading.Lock()
@@ -60,20 +59,36 @@ class SourceFile:
         self._stream.close()
 
 
+def open_regular(path: Path) -> io.FileIO:
+    """A regular file, or a link to one, opened for reading.
+
+    A pipe would keep the exporter waiting, a device would give bytes without end.
+
+    Raises:
+        CheckpointError: it cannot be opened, or is something else.
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise CheckpointError(f"{path} is no regular file; expected the file itself or a link to it.")
+        return path.open("rb", buffering=0)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be opened: {error.strerror or error}.") from error
+
+
 def read_bytes(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
     """A whole file.
 
     Raises:
-        CheckpointError: it cannot be opened, or is larger than `max_bytes`.
+        CheckpointError: it cannot be opened, is no regular file, or is larger than `max_bytes`.
     """
-    try:
-        with path.open("rb") as stream:
-            size = os.fstat(stream.fileno()).st_size
-            if size > max_bytes:
-                raise CheckpointError(f"{path} has {size} bytes; at most {max_bytes} are read.")
+    with io.BufferedReader(open_regular(path)) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        if size > max_bytes:
+            raise CheckpointError(f"{path} has {size} bytes; at most {max_bytes} are read.")
+        try:
             return stream.read(size)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be opened: {error.strerror or error}.") from error
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
 def read_text(path: Path, max_bytes: int = MAX_JSON_BYTES) -> str:

@@ -70,9 +70,9 @@ def open_huggingface(folder: Path) -> HuggingFaceCheckpoint:
 
 
 def _file_names(folder: Path) -> list[str]:
-    if (folder / SINGLE_FILE).is_file():
+    if (folder / SINGLE_FILE).exists():
         return [SINGLE_FILE]
-    if (folder / INDEX_FILE).is_file():
+    if (folder / INDEX_FILE).exists():
         names = sorted(set(_weight_map(folder).values()))
     else:
         names = sorted(path.name for path in folder.glob("*.safetensors"))
@@ -84,7 +84,7 @@ def _file_names(folder: Path) -> list[str]:
             raise CheckpointError(
                 f"{folder / INDEX_FILE} names {name!r}, which is not a file of the folder; refused."
             )
-        if not (folder / name).is_file():
+        if not (folder / name).exists():
             raise CheckpointError(f"{folder / name} is missing; {INDEX_FILE} names it. Download it again.")
     return names
 
@@ -98,7 +98,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def _check_index(folder: Path, tensors: Mapping[str, TensorInfo]) -> None:
-    if (folder / SINGLE_FILE).is_file() or not (folder / INDEX_FILE).is_file():
+    if (folder / SINGLE_FILE).exists() or not (folder / INDEX_FILE).exists():
         return
     for tensor, name in _weight_map(folder).items():
         if tensor not in tensors or tensors[tensor].file != name:

@@ -24,7 +24,7 @@ def read_generation(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: a value of the wrong type or out of its range.
     """
-    config = read_json(path) if path.is_file() else {}
+    config = read_json(path) if path.exists() else {}
     found: dict[str, Any] = {}
     for name, (low, high) in _NUMBERS.items():
         value = config.get(name)
@@ -49,7 +49,7 @@ def end_ids(path: Path) -> tuple[int, ...]:
     Raises:
         CheckpointError: it is something else.
     """
-    value = read_json(path).get("eos_token_id") if path.is_file() else None
+    value = read_json(path).get("eos_token_id") if path.exists() else None
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if len(ids) > MAX_END_IDS or not all(type(i) is int for i in ids):
         raise CheckpointError(f"{path}: eos_token_id is {value!r:.80}; expected an id or a list of them.")

@@ -26,11 +26,11 @@ def read_document(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         CheckpointError: no tokenizer there, or a damaged file; by its name.
         UnsupportedError: a tokenizer of a kind that is not known.
     """
-    if (folder / "tokenizer.json").is_file():
+    if (folder / "tokenizer.json").exists():
         document = _own_document(folder / "tokenizer.json")
-    elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+    elif (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
         document = _from_vocabulary(folder, config)
-    elif (folder / "tokenizer.model").is_file():
+    elif (folder / "tokenizer.model").exists():
         document = read_model(folder / "tokenizer.model")
     else:
         raise CheckpointError(
@@ -114,7 +114,7 @@ def _declared(folder: Path, config: Mapping[str, Any]) -> list[dict[str, Any]]:
         flags = {name: entry[name] is True for name in _FLAGS if name in entry}
         tokens.append(added_token(content, int(token_id), special=entry.get("special") is True, **flags))
     older = folder / "added_tokens.json"
-    if older.is_file():
+    if older.exists():
         ids = read_json(older)
         _check_ids(ids, older)
         tokens += [added_token(content, token_id, special=False) for content, token_id in ids.items()]

@@ -37,7 +37,7 @@ def read_folder(folder: Path) -> TextSource:
 
 
 def _optional(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
+    return read_json(path) if path.exists() else {}
 
 
 def _special_tokens(folder: Path, config: Mapping[str, Any], tokens: Mapping[int, str]) -> dict[str, str]:
@@ -66,15 +66,15 @@ def _adds_bos(folder: Path, config: Mapping[str, Any]) -> bool | None:
     explicit = config.get("add_bos_token")
     if isinstance(explicit, bool):
         return explicit
-    if (folder / "tokenizer.json").is_file():
+    if (folder / "tokenizer.json").exists():
         return None
-    return not (folder / "vocab.json").is_file()
+    return not (folder / "vocab.json").exists()
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """The template's own file, or tokenizer_config.json's; of several the one named "default"."""
     path = folder / "chat_template.jinja"
-    if path.is_file():
+    if path.exists():
         return read_text(path, MAX_TEMPLATE_BYTES)
     template = config.get("chat_template")
     if isinstance(template, list):

@@ -54,6 +54,12 @@ class CpuBackend:
         _bind_cache(self._binding, self._cache)
 
     def run(self, batch: StepBatch) -> Float32Array:
+        rows = len(batch.logits_indices)
+        if rows > len(self._logits):
+            raise BackendError(
+                f"a step asks for {rows} rows of logits; the backend was opened for {len(self._logits)}. "
+                "Open it with a larger max_rows."
+            )
         bind = self._binding.bind_cpu_input
         bind("input_ids", batch.input_ids)
         bind("position_ids", batch.position_ids)
@@ -62,7 +68,6 @@ class CpuBackend:
         for group, table in enumerate(batch.block_tables):
             bind(f"block_table_{group}", table)
         bind("logits_indices", batch.logits_indices)
-        rows = len(batch.logits_indices)
         logits = self._logits[:rows]
         if rows != self._bound_rows:
             self._binding.bind_ortvalue_output("logits", self._ortvalue_from_numpy(logits))

@@ -1,7 +1,7 @@
 """ChatTemplate: a bundle's Jinja template, run in a sandbox as transformers runs it.
 
 A template is code from whoever made the model. The sandbox keeps it from Python's internals, the data it
-sees is plain, and what it writes is bounded.
+sees is plain, and what it writes, makes and does is bounded (`template_sandbox`).
 """
 
 import json
@@ -15,14 +15,17 @@ from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pagelet.models.errors import BundleError, InputError
 from pagelet.runtime.text.messages import checked_messages, joined_parts, plain
-
-MAX_RENDERED_CHARACTERS = 64 << 20
-_MAX_EXPONENT = 1_024
+from pagelet.runtime.text.template_budget import (
+    MAX_RENDERED_CHARACTERS,
+    budget,
+    check_numbers,
+    extent,
+    new_budget,
+)
+from pagelet.runtime.text.template_sandbox import Sandbox
 
 
 class ChatTemplate:
@@ -71,15 +74,17 @@ class ChatTemplate:
         """The text for `variables`, equal to transformers' `apply_chat_template(tokenize=False)`.
 
         Raises:
-            InputError: the template raised (its message is in the error's), or wrote too much.
+            InputError: the template raised (its message is in the error's), or used too much:
+                characters, steps or time.
         """
         pieces, size = [], 0
         try:
-            for piece in self._template.generate({**self._special_tokens, **variables}):
-                pieces.append(piece)
-                size += len(piece)
-                if size > MAX_RENDERED_CHARACTERS:
-                    raise SecurityError(f"it wrote more than {MAX_RENDERED_CHARACTERS} characters")
+            with new_budget():
+                for piece in self._template.generate({**self._special_tokens, **variables}):
+                    pieces.append(piece)
+                    size += len(piece)
+                    if size > MAX_RENDERED_CHARACTERS:
+                        raise SecurityError(f"it wrote more than {MAX_RENDERED_CHARACTERS} characters")
         except Exception as error:  # a template is code: it may raise anything
             reason = str(error) or type(error).__name__
             raise InputError(f"The chat template does not take these messages: {reason}") from error
@@ -107,24 +112,6 @@ class _GenerationTag(Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
-class _Environment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, in which operators can't build huge values either."""
-
-    intercepted_binops = frozenset({"*", "**", "+"})
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        sizes = [len(side) if isinstance(side, (str, list, tuple)) else 0 for side in (left, right)]
-        counts = [side if isinstance(side, int) else 0 for side in (left, right)]
-        too_large = {
-            "+": sum(sizes) > MAX_RENDERED_CHARACTERS,
-            "*": max(sizes[0] * counts[1], sizes[1] * counts[0]) > MAX_RENDERED_CHARACTERS,
-            "**": max(counts) > _MAX_EXPONENT,
-        }
-        if too_large[operator]:
-            raise SecurityError(f"the result of {operator!r} is too large")
-        return super().call_binop(context, operator, left, right)
-
-
 def _tojson(
     value: Any,
     ensure_ascii: bool = False,
@@ -133,9 +120,15 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """Plain JSON: Jinja's own filter escapes for HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    budget().step()
+    check_numbers(indent)
+    budget().charge(extent(value))
+    encoder = json.JSONEncoder(
+        ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+    if indent is None and separators is None:
+        return encoder.encode(value)
+    return Sandbox.concat(budget().made(piece) for piece in encoder.iterencode(value))
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -146,13 +139,12 @@ def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
 
 
-def _environment() -> _Environment:
-    environment = _Environment(
+def _environment() -> Sandbox:
+    environment = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _tojson
     environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
-    del environment.globals["lipsum"]  # writes text without a limit
     return environment
 
 

@@ -1,6 +1,7 @@
 """Safetensors folders: what the safetensors package writes is what is read, and faults are named."""
 
 import json
+import os
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,12 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from pagelet.exporter.checkpoint import open_checkpoint
+from pagelet.exporter.text import write_text_files
+from pagelet.exporter.text.generation import read_generation
 from pagelet.models.errors import CheckpointError, UnsupportedError
 from pagelet.models.spec import source_name
 
@@ -251,6 +256,36 @@ def test_a_gguf_in_a_folder_is_pointed_at(tmp_path):
 def test_unknown_architectures_are_refused(write_folder, weights):
     with pytest.raises(UnsupportedError, match="OtherForCausalLM"):
         open_checkpoint(write_folder(weights, architectures=["OtherForCausalLM"]))
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "generation_config.json"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_only_regular_files_are_opened(write_folder, weights, name, kind):
+    folder = write_folder(weights)
+    path = folder / name
+    path.unlink(missing_ok=True)
+    make = {
+        "pipe": lambda: os.mkfifo(path),
+        "device": lambda: path.symlink_to("/dev/zero"),
+        "folder": path.mkdir,
+    }
+    make[kind]()
+    with pytest.raises(CheckpointError, match=f"{name} is no regular file"), open_checkpoint(folder):
+        read_generation(folder / "generation_config.json")
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer.json", "tokenizer_config.json"])
+def test_text_files_that_are_pipes_are_refused(write_folder, weights, tmp_path, name):
+    folder = write_folder(weights)
+    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "tokenizer.json").write_text(Tokenizer(BPE({"a": 0}, [])).to_str())
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with (
+        open_checkpoint(folder) as checkpoint,
+        pytest.raises(CheckpointError, match=f"{name} is no regular file"),
+    ):
+        write_text_files(checkpoint, tmp_path / "out")
 
 
 def test_linked_files_of_a_download_cache_are_read(write_folder, weights, tmp_path):

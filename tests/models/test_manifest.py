@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,26 @@ def test_paths_that_leave_the_folder(bundle: Path, path: str) -> None:
     edit(bundle, lambda data: data["files"].update({path: {"bytes": 1, "sha256": "0"}}))
     with pytest.raises(BundleError, match="file path"):
         load_manifest(bundle)
+
+
+@pytest.mark.parametrize("path", ["x" * 256, "a/" + "é" * 128, "a/" * 600 + "a"])
+def test_paths_that_are_too_long(bundle: Path, path: str) -> None:
+    edit(bundle, lambda data: data["files"].update({path: {"bytes": 1, "sha256": "0"}}))
+    with pytest.raises(BundleError, match="is too long; expected at most 255 bytes per part"):
+        load_manifest(bundle)
+
+
+def test_the_file_systems_errors_name_the_file(bundle: Path) -> None:
+    manifest = load_manifest(bundle)
+    long = replace(manifest, files={**manifest.files, "x" * 300: FileEntry(1, "0")})
+    with pytest.raises(BundleError, match="xxx cannot be read: File name too long"):
+        check_files(bundle, long)
+
+    def vanish(_: int) -> None:
+        (bundle / "tokenizer.json").unlink(missing_ok=True)
+
+    with pytest.raises(BundleError, match=r"tokenizer\.json cannot be read: No such file"):
+        check_files(bundle, manifest, on_bytes=vanish)
 
 
 def test_a_link_out_of_the_folder(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

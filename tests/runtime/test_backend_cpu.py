@@ -209,6 +209,17 @@ def test_a_failing_run_is_a_backend_error_and_the_session_goes_on(bundle: Path) 
         assert (engine.logits([5, 6]) == expected).all()
 
 
+def test_more_rows_than_the_buffer_holds_are_refused(windowed_bundle: Path) -> None:
+    manifest = load_manifest(windowed_bundle)
+    layout = layout_of(manifest)
+    backend = CpuBackend(windowed_bundle / manifest.graph, manifest, layout, threads=1, max_rows=2)
+    starts = np.array([0, 3], np.int32), np.array([0], np.int32)
+    tables = (np.array([[0, -1]], np.int32),) * 2
+    with pytest.raises(BackendError, match="asks for 3 rows of logits; the backend was opened for 2"):
+        backend.run(StepBatch(np.arange(3), np.arange(3), *starts, tables, np.arange(3)))
+    backend.close()
+
+
 def test_an_idle_session_uses_no_processor(bundle: Path) -> None:
     with Engine.open(bundle, EngineConfig(kv_memory="4MiB", threads=2)) as engine:
         engine.generate([5], SamplingParams(max_tokens=20, ignore_eos=True))

@@ -3,6 +3,7 @@
 The templates are written here; each uses what published ones of its shape use.
 """
 
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from text_tokenizers import byte_level
 from transformers import PreTrainedTokenizerFast
 
 from pagelet.models.errors import BundleError, InputError
-from pagelet.runtime.text import ChatTemplate
+from pagelet.runtime.text import ChatTemplate, template_budget
 
 Messages = list[dict[str, Any]]
 
@@ -267,12 +268,105 @@ def test_a_template_cannot_leave_the_sandbox(source: str) -> None:
         "{{ 10000000000 * [1] }}",
         "{{ 9 ** 9 ** 9 ** 9 }}",
         "{% set ns = namespace(x='xx') %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+        "{% set n = namespace(x=1) %}{% for i in range(99) %}{% set n.x = n.x, n.x %}{% endfor %}",
+        "{% set n = namespace(x=1) %}{% for i in range(99) %}{% set n.x = [n.x] * 2 %}{% endfor %}{{ n.x }}",
         "{% for i in range(10000000000) %}{% endfor %}",
     ],
 )
 def test_a_templates_output_is_bounded(source: str) -> None:
     with pytest.raises(InputError, match=r"too large|wrote more than|too big"):
         rendered(source, CHAT)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 'x'|center(3000000000) }}",
+        "{{ '%3000000000d'|format(1) }}",
+        "{{ '%*d' % (3000000000, 1) }}",
+        "{{ '%3000000000d' % 1 }}",
+        "{{ '{:>3000000000}'.format(1) }}",
+        "{{ '{:>{}}'.format(1, 3000000000) }}",
+        "{{ '{a:>3000000000}'.format_map({'a': 1}) }}",
+        "{{ 'x'.ljust(3000000000) }}",
+        "{{ 'x'.encode().zfill(3000000000) }}",
+        "{{ (5).to_bytes(3000000000, 'big') }}",
+        "{{ ('\t' * 60000).expandtabs(60000) }}",
+        "{{ ('x' * 60000).translate({120: 'y' * 60000}) }}",
+        "{{ ('x ' * 9000000).split() }}",
+        "{{ ('\n' * 9000000).splitlines() }}",
+        "{{ ('x' * 60000)|list|join('y' * 60000) }}",
+        "{{ ('x' * 6000)|map('upper')|join('y' * 60000) }}",
+        "{{ ('y' * 60000).join('x' * 60000) }}",
+        "{{ ('x' * 60000000)|list }}",
+        "{{ ('\n' * 60000)|indent(60000, blank=true) }}",
+        "{{ ('x' * 60000).replace('x', 'y' * 60000) }}",
+        "{{ ('x' * 60000)|replace('x', 'y' * 60000) }}",
+        "{{ ('x' * 60000)|wordwrap(1, wrapstring='y' * 60000) }}",
+        "{{ [1]|batch(3000000000, 0)|list }}",
+        "{{ [1]|slice(3000000000)|list }}",
+        "{{ 1|round(60000000, 'ceil') }}",
+        "{{ [[1]]|tojson(indent=60000000) }}",
+        "{{ range(60000)|list|tojson(separators=('y' * 60000, ':')) }}",
+        "{% set ns = namespace(x='xx') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+        "{% set ns = namespace(x=9) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
+        "{% set n = namespace(x=[]) %}"
+        "{% for i in range(99) %}{% set n.x = n.x + ['x' * 60000000] %}{% endfor %}",
+        "{% macro f() %}{% for i in range(99) %}{{ 'x' * 999999 }}{% endfor %}{% endmacro %}{{ f()|length }}",
+    ],
+)
+def test_what_a_template_makes_is_bounded(source: str) -> None:
+    template = ChatTemplate(source)
+    variables = template.variables(CHAT)
+    tracemalloc.start()
+    try:
+        with pytest.raises(InputError, match=r"too much|too large"):
+            template.render(variables)
+        # At most what is charged in all, or one value of the largest size and the list it is joined from.
+        assert tracemalloc.get_traced_memory()[1] < 1 << 30
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}",
+        "{% for i in [9] recursive %}{{ loop([i]) }}{% endfor %}",
+    ],
+)
+@pytest.mark.parametrize("limit", ["MAX_STEPS", "MAX_SECONDS"])
+def test_what_a_template_does_is_bounded(source: str, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lower = {"MAX_STEPS": 1_000, "MAX_SECONDS": 0.01}
+    monkeypatch.setattr(template_budget, limit, lower[limit])
+    template = ChatTemplate(source)
+    with pytest.raises(InputError, match=r"used too much|recursion"):
+        template.render(template.variables(CHAT))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ '%-5s|%.2f' % ('a', 1.5) }}{{ '%(a)s'|format(a=3) }}{{ '{:>{}}|{a}'.format(1, 9, a=[1]) }}",
+        "{{ 'x'|center(9) }}{{ 'a,b'.split(',') }}{{ 'a b  c'.split() }}{{ 'a,b,c'.rsplit(',', 1) }}",
+        "{{ 'a\nb'|indent(2, true) }}{{ 'a\nb'|indent('> ') }}{{ 'aXbX'|replace('X', '-', 1) }}",
+        "{{ [1, 'a', none]|join(', ') }}{{ messages|map(attribute='role')|join('-') }}{{ nothing|join }}",
+        "{{ messages|join('+', attribute='content') }}{{ {'a': 1}|join }}{{ '-'.join('abc') }}",
+        "{{ [1, 2, 3]|batch(2, 0)|list }}{{ range(5)|slice(2)|map('list')|list }}{{ [1, 2]|sum }}",
+        "{{ [[1], [2]]|sum(start=[]) }}{{ 2.567|round(1) }}{{ 'a b c'|wordwrap(2) }}{{ 'ab'|list }}",
+        "{{ none }}{{ 1 ~ none ~ [1] ~ 'x' }}{{ 'a\tb'.expandtabs(4) }}{{ 'a'|upper|title|trim }}",
+        "{{ {'b': [1, 'é'], 'a': {}}|tojson(indent=1, sort_keys=true) }}",
+        "{{ [1]|tojson(separators=(',', ':')) }}",
+        "{% set x %}<{{ messages[0].content[2:4] }}>{% endset %}{{ x }}",
+        "{{ '<a>'|escape ~ '<b>' }}{{ 2 ** 9 % 7 }}",
+        "{% for i in [[1, [2]], 3] recursive %}{{ loop.length }}{{ loop(i) if i is iterable }}{% endfor %}",
+        "{% for i in range(9) if i % 2 %}{{ loop.index }}/{{ loop.length }}{{ i }}{% else %}none{% endfor %}",
+    ],
+)
+def test_bounded_functions_write_what_jinjas_own_do(source: str) -> None:
+    assert rendered(source, CHAT) == of_transformers(source, CHAT)
 
 
 def test_an_invalid_template_is_the_bundles_fault() -> None:

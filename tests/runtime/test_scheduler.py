@@ -200,6 +200,37 @@ def test_a_newcomer_waits_until_its_whole_prompt_fits_beside_what_others_still_r
         assert job.generated == greedy(job.prompt, 2, 320)
 
 
+def test_a_newcomer_leaves_each_running_sequence_a_block_to_grow_into() -> None:
+    bench = Bench(num_blocks=10, budget=64)
+    first = bench.add([1, 2, 3, 4], reply=8)
+    late = bench.add(list(range(36)), reply=2)
+    bench.step()
+    assert bench.blocks.num_free == 9, "as many as the newcomer's prompt takes"
+    assert bench.scheduler.waiting == [late]
+    bench.run()
+    assert bench.scheduler.num_preempted == 0
+    for job in (first, late):
+        assert job.generated == greedy(job.prompt, job.reply, 320)
+
+
+def test_the_first_that_waits_is_looked_at_again_when_another_was_removed() -> None:
+    bench = Bench(num_blocks=12, budget=16)
+    slow = bench.add(list(range(36)), reply=2)
+    slow.max_chunk = 4
+    bench.add([1, 2, 3, 4], reply=8)
+    late = bench.add(list(range(50, 70)), reply=2)
+    bench.step()
+    room = bench.blocks.room
+    bench.step()
+    bench.scheduler.remove(slow)
+    assert bench.blocks.room == room, "the other one took what the removed one gave back"
+    assert bench.scheduler.waiting == [late]
+    bench.step()
+    assert bench.scheduler.waiting == [], "nothing is promised any more"
+    bench.run()
+    assert late.generated == greedy(late.prompt, 2, 320)
+
+
 def test_buffers_are_reused_and_hold_what_the_contract_says() -> None:
     bench = Bench(num_blocks=16, block_size=4, budget=8)
     bench.add([5, 6, 7, 8, 9], reply=3)
