@@ -7,6 +7,7 @@ Beside it stands what reserving each sequence's memory in one piece would have h
 import argparse
 import csv
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -17,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagelet.models.errors import InputError
+from pagelet.runtime import Engine, Request, SamplingParams
 from pagelet.runtime.block_manager import BlockManager
 from pagelet.runtime.cache_layout import CacheLayout, GroupLayout
 from pagelet.runtime.scheduler import Scheduler
@@ -157,6 +159,27 @@ def _sample(
     )
 
 
+def replay(bundle: Path, requests: Sequence[TraceRequest], speed: float = 1.0) -> float:
+    """Serve the requests with a real engine; live tokens over allocated slots, sampled while it is busy."""
+    generator = np.random.default_rng(0)
+    arrivals = [request.arrival / speed for request in requests]
+    live = allocated = 0
+    with Engine.open(bundle) as engine:
+        began, handles = time.monotonic(), list[Request]()
+        while len(handles) < len(requests) or not all(handle.done for handle in handles):
+            while len(handles) < len(requests) and arrivals[len(handles)] <= time.monotonic() - began:
+                request = requests[len(handles)]
+                tokens = generator.integers(0, engine.vocab_size, request.prompt_tokens).tolist()
+                params = SamplingParams(max_tokens=request.new_tokens, ignore_eos=True)
+                handles.append(engine.submit(tokens, params))
+            stats = engine.stats()
+            live, allocated = live + stats.live_tokens, allocated + stats.allocated_tokens
+            time.sleep(0.005)
+        for handle in handles:
+            handle.result()
+    return live / allocated
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -164,8 +187,14 @@ def main() -> int:
     parser.add_argument("trace", type=Path)
     parser.add_argument("--requests", type=int, metavar="N", help="only the first N")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a picture (needs matplotlib)")
+    parser.add_argument(
+        "--bundle", type=Path, help="serve the requests for real, ten times as fast as they came"
+    )
     args = parser.parse_args()
     requests = read_trace(args.trace, args.requests)
+    if args.bundle:
+        print(f"{len(requests)} requests served by {args.bundle}: {replay(args.bundle, requests, 10.0):.2%}")
+        return 0
     results = {size: simulate(requests, block_size=size) for size in (16, 32, 64)}
     print(
         f"{len(requests)} requests, {len(results[16].live)} steps; share of allocated slots that hold tokens"

@@ -1,11 +1,13 @@
 """The share of the cache that holds tokens, over the beginning of a real service's trace."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from pagelet.exporter import ExportOptions, export
 from pagelet.models.errors import InputError
-from pagelet.tools.waste import TraceRequest, read_trace, simulate
+from pagelet.tools.waste import TraceRequest, read_trace, replay, simulate
 
 TRACE = Path(__file__).parent.parent / "data" / "azure_llm_conv_2023_excerpt.csv"
 
@@ -36,6 +38,13 @@ def test_one_sequence_by_hand() -> None:
     assert result.paged.tolist() == [4, 4]
     assert result.whole_context.tolist() == [5, 5]
     assert result.longest_reply.tolist() == [5, 5]
+
+
+def test_a_real_engine_wastes_little_too(make_llama: Callable[..., Path], tmp_path: Path) -> None:
+    export(make_llama(), tmp_path / "b", ExportOptions(block_size=16))
+    # Long enough that samples fall into it: some hundred steps.
+    requests = [TraceRequest(0.001 * n, 200 + n, 250) for n in range(8)]
+    assert 0.9 < replay(tmp_path / "b", requests) <= 1
 
 
 @pytest.mark.parametrize("text", ["A,B\n1,2\n", "TIMESTAMP,ContextTokens,GeneratedTokens\nnoon,1,1\n"])
