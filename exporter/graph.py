@@ -15,8 +15,7 @@ from pagelet.models.cache import cache_type
 from pagelet.models.spec import ModelSpec
 
 DOMAIN = "pagelet"
-_MICROSOFT = "com.microsoft"
-_OPSETS = {"": 21, DOMAIN: 1, _MICROSOFT: 1}
+_OPSETS = {"": 21, DOMAIN: 1}
 _IR_VERSION = 10
 _DTYPES = {"float32": ir.DataType.FLOAT, "uint8": ir.DataType.UINT8}
 _CACHE_DTYPES = {"f32": "FLOAT", "f16": "FLOAT16", "int8": "INT8", "fp8": "FLOAT8E4M3FN"}
@@ -40,36 +39,28 @@ def build_graph(spec: ModelSpec, weights: StoredWeights, cache: CacheFormat, fol
     block_size, num_kv_heads]. Outputs: logits float32 [R, vocab] and the caches (key_cache_out.i, …), to be
     bound to the very buffers of the inputs.
     """
-    build = _Builder(weights, folder)
-    hidden = _decoder(build, spec, cache)
+    build = _Builder(spec, weights, folder)
+    residual = _decoder(build, spec, cache)
     rows = build.op(
-        "Gather", [hidden, build.input("logits_indices", "INT64", ["R"])], name="/logits/rows", axis=0
+        "Gather", [residual, build.input("logits_indices", "INT64", ["R"])], name="/logits/rows", axis=0
     )
-    head = weights.linears["embedding" if spec.tie_embeddings else "head"]
-    logits = build.linear(rows, head, "/head")
+    head = "embedding" if spec.tie_embeddings else "head"
+    logits = build.linear(rows, head, "/head", norm="final_norm")
     return build.model(logits, ["R", spec.vocab_size])
 
 
 def _decoder(build: "_Builder", spec: ModelSpec, cache: CacheFormat) -> ir.Value:
-    """Token ids to the normed hidden states [T, hidden] before the head."""
-    linears = build.weights.linears
+    """Token ids to the residual stream [T, hidden] behind the last layer."""
     step = _step_inputs(build, spec)
-    residual = build.embedding(build.input("input_ids", "INT64", ["T"]), linears["embedding"], "/embedding")
-    hidden = build.norm(residual, "layers.0.attention.norm", spec)
+    residual = build.embedding(build.input("input_ids", "INT64", ["T"]))
     for layer in range(spec.num_layers):
-        at, path = f"layers.{layer}.", f"/layers.{layer}/"
-        qkv = build.linear(hidden, linears[at + "attention.qkv"], path + "attention/qkv")
+        attention, mlp = f"layers.{layer}.attention.", f"layers.{layer}.mlp."
+        qkv = build.linear(residual, attention + "qkv", norm=attention + "norm")
         attended = _attention(build, spec, qkv, step, layer, cache)
-        delta = build.linear(attended, linears[at + "attention.o"], path + "attention/o")
-        hidden, residual = build.skip_norm(delta, residual, at + "mlp.norm", spec)
-        gate_up = build.linear(hidden, linears[at + "mlp.gate_up"], path + "mlp/gate_up")
-        delta = build.linear(
-            build.gated_silu(gate_up, path + "mlp/"), linears[at + "mlp.down"], path + "mlp/down"
-        )
-        last = layer + 1 == spec.num_layers
-        following = "final_norm" if last else f"layers.{layer + 1}.attention.norm"
-        hidden, residual = build.skip_norm(delta, residual, following, spec)
-    return hidden
+        residual = build.linear(attended, attention + "o", residual=residual)
+        gated = build.linear(residual, mlp + "gate_up", norm=mlp + "norm")
+        residual = build.linear(gated, mlp + "down", residual=residual)
+    return residual
 
 
 @dataclass(frozen=True)
@@ -133,7 +124,8 @@ def _attention(
 class _Builder:
     """Collects nodes, graph inputs and stored tensors; each method adds what its name says."""
 
-    def __init__(self, weights: StoredWeights, folder: Path) -> None:
+    def __init__(self, spec: ModelSpec, weights: StoredWeights, folder: Path) -> None:
+        self._spec = spec
         self.weights = weights
         self._folder = folder
         self._nodes: list[ir.Node] = []
@@ -189,53 +181,35 @@ class _Builder:
         self._nodes.append(ir.node(op_type, inputs, attributes, domain=domain, outputs=values, name=name))  # type: ignore[arg-type]
         return values
 
-    def linear(self, x: ir.Value, linear: Linear, name: str) -> ir.Value:
-        inputs = [x, self.stored(linear.weight)]
-        if linear.bias:
-            inputs.append(self.stored(linear.bias))
-        if linear.format is None:
-            return self.op("Gemm", inputs, name=name, transB=1)
-        return self.op("QuantizedLinear", inputs, name=name, domain=DOMAIN, **_format(linear))
+    def linear(
+        self,
+        x: ir.Value,
+        module: str,
+        name: str = "",
+        *,
+        norm: str = "",
+        residual: ir.Value | None = None,
+    ) -> ir.Value:
+        """W · x + b + residual; `norm` is the module that norms x first. A gated layer is silu(gate) · up."""
+        linear, name = self.weights.linears[module], name or _path(module)
+        inputs = [
+            x,
+            self.stored(linear.weight),
+            self.stored(linear.bias) if linear.bias else None,
+            self.stored(self.weights.vectors[norm + ".weight"]) if norm else None,
+            residual,
+        ]
+        while inputs[-1] is None:
+            inputs.pop()
+        fused: dict[str, object] = {"epsilon": self._spec.norm_epsilon} if norm else {}
+        if linear.gated:
+            fused["gated"] = 1
+        return self.op("Linear", inputs, name=name, domain=DOMAIN, **_format(linear), **fused)
 
-    def embedding(self, ids: ir.Value, table: Linear, name: str) -> ir.Value:
-        if table.format is None:
-            return self.op("Gather", [self.stored(table.weight), ids], name=name, axis=0)
-        return self.op(
-            "QuantizedEmbedding", [ids, self.stored(table.weight)], name=name, domain=DOMAIN, **_format(table)
-        )
-
-    def norm(self, x: ir.Value, module: str, spec: ModelSpec) -> ir.Value:
-        weight = self.stored(self.weights.vectors[module + ".weight"])
-        return self.op(
-            "SimplifiedLayerNormalization",
-            [x, weight],
-            name=_path(module),
-            axis=-1,
-            epsilon=spec.norm_epsilon,
-        )
-
-    def skip_norm(
-        self, x: ir.Value, residual: ir.Value, module: str, spec: ModelSpec
-    ) -> tuple[ir.Value, ir.Value]:
-        """(norm(x + residual), x + residual) in one pass over memory."""
-        weight, name = self.stored(self.weights.vectors[module + ".weight"]), _path(module)
-        hidden, _, _, total = self.ops(
-            "SkipSimplifiedLayerNormalization",
-            [x, residual, weight],
-            [name, "", "", name + "/residual"],
-            name=name,
-            domain=_MICROSOFT,
-            epsilon=spec.norm_epsilon,
-        )
-        return hidden, total
-
-    def gated_silu(self, gate_up: ir.Value, path: str) -> ir.Value:
-        """silu(gate) · up; QuickGelu with alpha 1 is x · sigmoid(x)."""
-        gate, up = self.ops(
-            "Split", [gate_up], [path + "gate", path + "up"], name=path + "split", axis=-1, num_outputs=2
-        )
-        active = self.op("QuickGelu", [gate], name=path + "silu", domain=_MICROSOFT, alpha=1.0)
-        return self.op("Mul", [active, up], name=path + "gated")
+    def embedding(self, ids: ir.Value) -> ir.Value:
+        table = self.weights.linears["embedding"]
+        inputs = [ids, self.stored(table.weight)]
+        return self.op("Embedding", inputs, name="/embedding", domain=DOMAIN, **_format(table))
 
     def attention(
         self,
@@ -278,18 +252,13 @@ def _typed(name: str, dtype: str, shape: Sequence[int | str]) -> ir.Value:
 
 def _format(linear: Linear) -> dict[str, object]:
     assert linear.format is not None
-    return {
-        "in_features": linear.in_features,
-        "out_features": linear.out_features,
-        "bits": linear.format.bits,
-        "group_size": linear.format.group_size,
-        "asymmetric": int(linear.format.asymmetric),
-    }
+    attributes = {"weight_type": f"int{linear.format.bits}", "group_size": linear.format.group_size}
+    if linear.format.asymmetric:
+        attributes["asymmetric"] = 1
+    return {"in_features": linear.in_features, "out_features": linear.out_features, **attributes}
 
 
 def _path(module: str) -> str:
-    """layers.3.mlp.norm → /layers.3/mlp/norm."""
-    if module.startswith("layers."):
-        _, layer, rest = module.split(".", 2)
-        return f"/layers.{layer}/{rest.replace('.', '/')}"
-    return "/" + module.replace(".", "/")
+    """layers.3.attention.qkv → /layers.3/attention/qkv."""
+    layers, layer, rest = module.split(".", 2)
+    return f"/{layers}.{layer}/{rest.replace('.', '/')}"

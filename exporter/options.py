@@ -36,7 +36,7 @@ class ExportOptions:
     symmetric: bool = False
     embedding: str = "int8"
     target: str = "cpu"
-    cache_type: str = "f32"
+    cache_type: str = "f16"
     max_context: int | None = None
     block_size: int = 32
     force: bool = False

@@ -1,13 +1,14 @@
 """Weights from checkpoint to file, as a stream: a few rows at a time are read, quantized and written.
 
 Linear layers that read the same input stand as one matrix (q, k and v; gate and up), so that the
-graph runs one wide layer instead of three narrow ones.
+graph runs one wide layer instead of three narrow ones. Gate and up alternate in tiles of 16 rows: the
+op then has both factors of an output at hand.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,8 @@ from pagelet.models.errors import CheckpointError
 from pagelet.models.manifest import TensorEntry
 from pagelet.models.spec import ModelSpec
 from pagelet.plugins.packing import TILE_COLUMNS, LinearFormat, Quantized, pack, quantize_rtn
+
+T = TypeVar("T", bound=np.generic)
 
 WEIGHTS_NAME = "model.weights"
 # A cache line: the kernels then load whole vectors without crossing two.
@@ -45,6 +48,7 @@ class Linear:
     weight: StoredTensor
     bias: StoredTensor | None = None
     format: LinearFormat | None = None
+    gated: bool = False  # the outputs are pairs of tiles, gate and up
 
 
 @dataclass(frozen=True)
@@ -163,7 +167,8 @@ def _write_linear(
     format: LinearFormat | None,
     file: WeightsFile,
 ) -> tuple[Linear, TensorEntry]:
-    rows = _StackedRows(checkpoint, [role + ".weight" for role in roles])
+    gated = module.endswith("mlp.gate_up")
+    rows = _StackedRows(checkpoint, [role + ".weight" for role in roles], interleaved=gated)
     bias = None
     if roles[0] + ".bias" in checkpoint.weights:
         values = np.concatenate([_finite(checkpoint, r + ".bias") for r in roles])
@@ -172,7 +177,8 @@ def _write_linear(
     if format is None:
         plain = (rows.floats(start, stop) for start, stop in rows.pieces())
         weight = file.add(module + ".weight", "float32", shape, plain)
-        return Linear(rows.width, rows.count, weight, bias), TensorEntry("fp32", shape, weight.length)
+        entry = TensorEntry("fp32", shape, weight.length)
+        return Linear(rows.width, rows.count, weight, bias, None, gated), entry
     rows.check_groups(format)
     exact = rows.passes_through(format)
     encode = rows.exact if exact else rows.quantized
@@ -181,34 +187,54 @@ def _write_linear(
     weight = file.add(module + ".weight", "uint8", (size,), packed)
     assert weight.length == size, f"{module}: packed {weight.length} bytes, expected {size}"
     entry = TensorEntry(f"int{format.bits}", shape, size, format.group_size, not format.asymmetric, exact)
-    return Linear(rows.width, rows.count, weight, bias, format), entry
+    return Linear(rows.width, rows.count, weight, bias, format, gated), entry
 
 
 class _StackedRows:
-    """The rows of several weights as if they were one matrix, read in pieces of whole tiles."""
+    """The rows of several weights as if they were one matrix, read in pieces of whole tiles.
 
-    def __init__(self, checkpoint: Checkpoint, roles: list[str]) -> None:
+    They follow one another, or, `interleaved`, two of the same shape alternate tile by tile.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, roles: list[str], *, interleaved: bool) -> None:
         self._checkpoint = checkpoint
         self._roles = roles
+        self._interleaved = interleaved
         sizes = [checkpoint.weights[role].shape for role in roles]
         self.width = sizes[0][1]
         self._starts = np.cumsum([0, *(rows for rows, _ in sizes)]).tolist()
         self.count: int = self._starts[-1]
+        if interleaved and self.count % (2 * TILE_COLUMNS):
+            raise CheckpointError(
+                f"{self._names()}: {self.count // 2} outputs; "
+                f"this version needs a multiple of {TILE_COLUMNS}."
+            )
 
     def pieces(self) -> Iterator[tuple[int, int]]:
-        step = max(_PIECE // self.width // TILE_COLUMNS, 1) * TILE_COLUMNS
+        unit = 2 * TILE_COLUMNS if self._interleaved else TILE_COLUMNS
+        step = max(_PIECE // self.width // unit, 1) * unit
         for start in range(0, self.count, step):
             yield start, min(start + step, self.count)
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
         """(role, first row, last row) of each weight that rows [start, stop) touch."""
+        if self._interleaved:
+            yield from ((role, start // 2, stop // 2) for role in self._roles)
+            return
         for role, first, last in zip(self._roles, self._starts, self._starts[1:], strict=False):
             if start < last and stop > first:
                 yield role, max(start, first) - first, min(stop, last) - first
 
     def floats(self, start: int, stop: int) -> NDArray[np.float32]:
-        parts = [_finite(self._checkpoint, role, low, high) for role, low, high in self._parts(start, stop)]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return self._stack(
+            [_finite(self._checkpoint, role, low, high) for role, low, high in self._parts(start, stop)]
+        )
+
+    def _stack(self, parts: Sequence[NDArray[T]]) -> NDArray[T]:
+        if not self._interleaved:
+            return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        width = parts[0].shape[1]
+        return np.stack([part.reshape(-1, TILE_COLUMNS, width) for part in parts], axis=1).reshape(-1, width)
 
     def quantized(self, start: int, stop: int, format: LinearFormat) -> Quantized:
         try:
@@ -236,8 +262,7 @@ class _StackedRows:
             assert block is not None
             parts.append((block.codes, block.scales, _minimums(block, format)))
         codes, scales, minimums = zip(*parts, strict=True)
-        stacked = np.concatenate(minimums) if format.asymmetric else None
-        return np.concatenate(codes), np.concatenate(scales), stacked
+        return self._stack(codes), self._stack(scales), self._stack(minimums) if format.asymmetric else None
 
     def _names(self) -> str:
         return ", ".join(self._checkpoint.weights[role].name for role in self._roles)

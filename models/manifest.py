@@ -17,7 +17,7 @@ from pagelet.models.strict import decode, require
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = "pagelet-bundle"
-VERSION = 1
+VERSION = 2
 # A manifest is a few kilobytes; a larger one is not ours and is not parsed.
 MAX_MANIFEST_BYTES = 16 << 20
 _CHUNK = 4 << 20

@@ -1,4 +1,4 @@
-"""Packed weights of the CPU target's `QuantizedLinear` and `QuantizedEmbedding` ops, in NumPy.
+"""Packed weights of the CPU target's `Linear` and `Embedding` ops, in NumPy.
 
 A weight [N, K] is quantized in groups of consecutive inputs of one output column. In a group
 
@@ -213,7 +213,7 @@ def _divide(values: Float32, scales: Float16) -> Float32:
 
 
 def dequantize(codes: Codes, scales: Float16, minimums: Float16 | None, format: LinearFormat) -> Float32:
-    """The weight f32 [N, K] that the codes stand for; bitwise what `QuantizedEmbedding` returns."""
+    """The weight f32 [N, K] that the codes stand for; bitwise what `Embedding` returns."""
     _check_parts(codes, scales, minimums, format)
     weight: Float32 = codes.astype(np.float32) - np.float32(format.zero_point)
     weight *= np.repeat(scales.astype(np.float32), format.group_size, axis=1)
@@ -245,7 +245,7 @@ def linear_reference(
     bias: Float32 | None = None,
     fused: bool = True,
 ) -> Float32:
-    """`QuantizedLinear` in NumPy, to the bit: x f32 [T, K] times the weight's transpose, f32 [T, N].
+    """`Linear` in NumPy, to the bit: x f32 [T, K] times the weight's transpose, f32 [T, N].
 
     Integer dot products per block of 32 inputs are added to the bias in ascending order with a fused
     multiply-add, as AVX2, AVX-512 and NEON do; `fused=False` rounds the product first, as portable code does.
@@ -265,6 +265,25 @@ def linear_reference(
             sums = a_block.sum(axis=1, keepdims=True).astype(np.float32)
             y = multiply_add(minimums[:, group].astype(np.float32), a_scale * sums, y)
     return y
+
+
+def rms_norm_reference(x: Float32, weight: Float32, epsilon: float, fused: bool = True) -> Float32:
+    """RMSNorm as `Linear` computes it, to the bit: x f32 [T, K] / sqrt(mean(x²) + epsilon) · weight [K].
+
+    Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019. Lane l of 16 sums the squares of
+    elements l, l + 16, …; then lane l is added to lane l + 8, l + 4, l + 2, l + 1.
+    """
+    multiply_add = _fused_multiply_add if fused else _multiply_add
+    rows, size = x.shape
+    padded = np.pad(x, ((0, 0), (0, -size % 16))).reshape(rows, -1, 16)
+    sums = np.zeros((rows, 16), np.float32)
+    for step in range(padded.shape[1]):
+        sums = multiply_add(padded[:, step], padded[:, step], sums)
+    for half in (8, 4, 2, 1):
+        sums = sums[:, :half] + sums[:, half : 2 * half]
+    inverse = np.float32(1) / np.sqrt(sums / np.float32(size) + np.float32(epsilon))
+    normed: Float32 = x * inverse * weight
+    return normed
 
 
 def _multiply_add(a: Float32, b: Float32, c: Float32) -> Float32:

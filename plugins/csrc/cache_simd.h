@@ -1,9 +1,10 @@
-// The elements of narrow caches: from floats and back, per instruction set. Included by kernel sources only
-// (see simd.h).
-//   load_half, load_int8   kWidth elements as floats
-//   load_e4m3              the same, times 2^-8 (see kE4m3Unit)
-//   store_half             kWidth floats, to the nearest, ties to even; beyond 65504 infinity
-//   to_int8, to_e4m3       one float, to the nearest, ties to even; beyond the largest code the largest
+// The elements of narrow caches and weights: from floats and back, per instruction set. Included by kernel
+// sources only (see simd.h).
+//   load_half, load_bf16, load_int8   kWidth elements as floats
+//   load_e4m3                         the same, times 2^-8 (see kE4m3Unit)
+//   store_half                        kWidth floats, to the nearest, ties to even; beyond 65504 infinity
+//   to_int8, to_e4m3                  one float, to the nearest, ties to even; beyond the largest code the
+//                                     largest
 #pragma once
 
 #include "simd.h"
@@ -25,6 +26,10 @@ PAGELET_INLINE void store_half(uint16_t* p, Vec a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
                       _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
+PAGELET_INLINE Vec load_bf16(const uint16_t* p) {
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
 PAGELET_INLINE Vec load_int8(const int8_t* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }
@@ -41,6 +46,10 @@ PAGELET_INLINE Vec load_half(const uint16_t* p) {
 PAGELET_INLINE void store_half(uint16_t* p, Vec a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
                    _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+PAGELET_INLINE Vec load_bf16(const uint16_t* p) {
+  const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
 }
 PAGELET_INLINE Vec load_int8(const int8_t* p) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
@@ -60,6 +69,7 @@ PAGELET_INLINE int16x4_t load_bytes_as_int16(const void* p) {
 
 PAGELET_INLINE Vec load_half(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
 PAGELET_INLINE void store_half(uint16_t* p, Vec a) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(a))); }
+PAGELET_INLINE Vec load_bf16(const uint16_t* p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
 PAGELET_INLINE Vec load_int8(const int8_t* p) { return vcvtq_f32_s32(vmovl_s16(load_bytes_as_int16(p))); }
 PAGELET_INLINE Vec load_e4m3(const uint8_t* p) {
   const uint16x4_t code = vreinterpret_u16_s16(load_bytes_as_int16(p));
@@ -124,6 +134,11 @@ PAGELET_INLINE Vec load_half(const uint16_t* p) {
 }
 PAGELET_INLINE void store_half(uint16_t* p, Vec a) {
   for (int i = 0; i < kWidth; ++i) p[i] = to_half(a.lane[i]);
+}
+PAGELET_INLINE Vec load_bf16(const uint16_t* p) {
+  Vec out;
+  for (int i = 0; i < kWidth; ++i) out.lane[i] = float_of(uint32_t(p[i]) << 16);
+  return out;
 }
 PAGELET_INLINE Vec load_int8(const int8_t* p) {
   return {{float(p[0]), float(p[1]), float(p[2]), float(p[3])}};

@@ -1,5 +1,5 @@
-// QuantizedEmbedding as an op of ONNX Runtime: the dequantized rows of a packed weight, output [T, K]. It shares
-// the weight with the QuantizedLinear of a tied head, where a row is an output column.
+// Embedding as an op of ONNX Runtime: the dequantized rows of a packed weight, output [T, K]. It shares
+// the weight with the Linear of a tied head, where a row is an output column.
 #include <string>
 
 #include "linear_format.h"
@@ -12,20 +12,20 @@ namespace {
 // The codes of input 4 * chunk + j of a block lie at byte j of a column's part of that chunk; 4-bit codes of the
 // second half of the block are the high nibbles.
 float code_at(const LinearFormat& format, const uint8_t* column, size_t input) {
-  if (format.bits == 8) return static_cast<int8_t>(column[64 * (input / 4) + input % 4]);
+  if (format.type == WeightType::int8) return static_cast<int8_t>(column[64 * (input / 4) + input % 4]);
   const uint8_t pair = column[64 * (input % 16 / 4) + input % 4];
   const int code = input < 16 ? pair & 15 : pair >> 4;
   return static_cast<float>(format.asymmetric ? code : code - 8);
 }
 
 // out [in_features]: scale * code is exact in FP32, so one rounding is left, that of adding the minimum.
-void dequantize_row(const LinearFormat& format, const uint8_t* weight, size_t row, float* out) {
-  const size_t column = row % kTileColumns, block_bytes = kTileColumns * kBlockInputs * format.bits / 8;
-  const uint8_t* group = weight + row / kTileColumns * format.tile_bytes();
+void dequantize_integers(const LinearFormat& format, const uint8_t* tile, size_t column, float* out) {
+  const size_t block_bytes = kBlockInputs * format.code_bytes() / format.group_size;
+  const uint8_t* group = tile;
   for (size_t k = 0; k < format.in_features; k += format.group_size, group += format.group_bytes()) {
     const uint8_t* values = group + format.code_bytes() + 2 * column;
-    const float scale = load_half(values);
-    const float minimum = format.asymmetric ? load_half(values + 2 * kTileColumns) : 0.0f;
+    const float scale = half_at(values);
+    const float minimum = format.asymmetric ? half_at(values + 2 * kTileColumns) : 0.0f;
     for (size_t i = 0; i < format.group_size; ++i) {
       const uint8_t* block = group + i / kBlockInputs * block_bytes;
       const float value = scale * code_at(format, block + 4 * column, i % kBlockInputs);
@@ -34,13 +34,29 @@ void dequantize_row(const LinearFormat& format, const uint8_t* weight, size_t ro
   }
 }
 
-class QuantizedEmbedding {
+template <typename T>
+T value_at(const uint8_t* numbers, size_t index) {
+  T value;
+  std::memcpy(&value, numbers + index * sizeof value, sizeof value);
+  return value;
+}
+
+// One of [inputs][16] numbers; an E4M3 code's bits, moved, are FP16's of a 256th of its value.
+float float_at(WeightType type, const uint8_t* numbers, size_t index) {
+  if (type == WeightType::f32) return value_at<float>(numbers, index);
+  if (type == WeightType::f16) return half_to_float(value_at<uint16_t>(numbers, index));
+  if (type == WeightType::bf16) return value_at<float>
+  const unsigned code = numbers[index];
+  return 256.0f * half_to_float(static_cast<uint16_t>((code & 0x80) << 8 | (code & 0x7f) << 7));
+}
+
+class Embedding {
  public:
-  static constexpr const char* kName = "QuantizedEmbedding";
+  static constexpr const char* kName = "Embedding";
   static constexpr ort::Port kInputs[] = {{ort::kInt64}, {ort::kUint8}};
   static constexpr ort::Port kOutputs[] = {{ort::kFloat}};
 
-  QuantizedEmbedding(const ort::Api& api, const ort::KernelInfo* info) : format_(api, info) {}
+  Embedding(const ort::Api& api, const ort::KernelInfo* info) : format_(api, info) {}
 
   void compute(const ort::Context& context) const {
     const ort::Tensor input_ids = context.input(0);
@@ -66,6 +82,6 @@ class QuantizedEmbedding {
 
 }  // namespace
 
-const ort::CustomOp* quantized_embedding() { return ort::OpTable<QuantizedEmbedding>::get(); }
+const ort::CustomOp* embedding() { return ort::OpTable<Embedding>::get(); }
 
 }  // namespace pagelet

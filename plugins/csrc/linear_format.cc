@@ -7,11 +7,38 @@ namespace {
 
 constexpr int64_t kMaxFeatures = int64_t{1} << 24;  // products of two and the bytes per group fit 64 bits
 
-int64_t bounded(const ort::Api& api, const ort::KernelInfo* info, const char* name, int64_t low, int64_t high) {
-  const int64_t value = ort::attribute(api, info, name, int64_t{-1});
+struct NamedType {
+  const char* name;
+  WeightType type;
+};
+constexpr NamedType kTypes[] = {{"int4", WeightType::int4}, {"int8", WeightType::int8}, {"fp8", WeightType::fp8},
+                                {"bf16", WeightType::bf16}, {"f16", WeightType::f16},   {"f32", WeightType::f32}};
+
+int64_t bounded(const ort::Api& api, const ort::KernelInfo* info, const char* name, int64_t low, int64_t high,
+                int64_t fallback = -1) {
+  const int64_t value = ort::attribute(api, info, name, fallback);
   if (value >= low && value <= high) return value;
   throw std::invalid_argument(std::string("attribute ") + name + " is " + std::to_string(value) + ", expected " +
                               std::to_string(low) + " to " + std::to_string(high));
+}
+
+WeightType weight_type(const ort::Api& api, const ort::KernelInfo* info) {
+  const std::string name = ort::attribute(api, info, "weight_type", "");
+  std::string known;
+  for (const NamedType& each : kTypes) {
+    if (name == each.name) return each.type;
+    known += (known.empty() ? "" : ", ") + std::string(each.name);
+  }
+  throw std::invalid_argument("attribute weight_type is '" + name + "', expected one of " + known);
+}
+
+bool group_fits(WeightType type, size_t group_size, size_t in_features) {
+  if (type == WeightType::int4 || type == WeightType::int8 || type == WeightType::fp8) {
+    const bool usual = group_size == 32 || group_size == 64 || group_size == 128;
+    if (usual) return in_features % group_size == 0;
+    return type == WeightType::fp8 && group_size == in_features;
+  }
+  return group_size == in_features;
 }
 
 }  // namespace
@@ -19,23 +46,40 @@ int64_t bounded(const ort::Api& api, const ort::KernelInfo* info, const char* na
 LinearFormat::LinearFormat(const ort::Api& api, const ort::KernelInfo* info)
     : in_features(bounded(api, info, "in_features", 1, kMaxFeatures)),
       out_features(bounded(api, info, "out_features", 1, kMaxFeatures)),
-      bits(bounded(api, info, "bits", 4, 8)),
-      group_size(bounded(api, info, "group_size", 32, 128)),
-      asymmetric(bounded(api, info, "asymmetric", 0, 1) != 0) {
-  const std::string text = "bits " + std::to_string(bits) + ", group_size " + std::to_string(group_size) +
-                           ", asymmetric " + std::to_string(asymmetric) + ", in_features " +
-                           std::to_string(in_features);
-  if ((bits != 4 && bits != 8) || (bits == 8 && asymmetric)) {
-    throw std::invalid_argument(text + ": expected 4 bits, or 8 bits and symmetric");
+      type(weight_type(api, info)),
+      group_size(bounded(api, info, "group_size", 0, kMaxFeatures, 0)),
+      asymmetric(bounded(api, info, "asymmetric", 0, 1, 0) != 0) {
+  if (group_size == 0) group_size = in_features;
+  if (asymmetric && type != WeightType::int4) {
+    throw std::invalid_argument("attribute asymmetric is 1, which only int4 weights can be");
   }
-  if ((group_size != 32 && group_size != 64 && group_size != 128) || in_features % group_size != 0) {
-    throw std::invalid_argument(text + ": expected groups of 32, 64 or 128 that divide in_features");
+  if (!group_fits(type, group_size, in_features)) {
+    throw std::invalid_argument("group_size is " + std::to_string(group_size) + " for " +
+                                std::to_string(in_features) +
+                                " inputs: expected 32, 64 or 128 that divides them; of fp8 also 0, one scale per "
+                                "channel; of plain floats 0");
   }
 }
 
-LinearStorage LinearFormat::storage() const {
-  if (bits == 8) return LinearStorage::int8_symmetric;
-  return asymmetric ? LinearStorage::int4_asymmetric : LinearStorage::int4_symmetric;
+size_t LinearFormat::bits(WeightType type) {
+  switch (type) {
+    case WeightType::int4:
+      return 4;
+    case WeightType::int8:
+    case WeightType::fp8:
+      return 8;
+    case WeightType::bf16:
+    case WeightType::f16:
+      return 16;
+    case WeightType::f32:
+      break;
+  }
+  return 32;
+}
+
+size_t LinearFormat::scale_bytes() const {
+  if (type == WeightType::int4 || type == WeightType::int8) return kTileColumns * sizeof(uint16_t);
+  return type == WeightType::fp8 ? kTileColumns * sizeof(float) : 0;
 }
 
 const uint8_t* packed_weight(const ort::Tensor& tensor, const LinearFormat& format) {

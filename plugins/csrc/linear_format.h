@@ -1,5 +1,5 @@
-// The attributes of QuantizedLinear and QuantizedEmbedding, and what follows from them about the packed weight
-// (layout: plugins/packing.py).
+// The attributes of Linear and Embedding that say how a weight is stored, and what follows from them about its
+// packed bytes (layouts: plugins/packing.py, plugins/float_packing.py).
 #pragma once
 
 #include <cstddef>
@@ -11,18 +11,23 @@
 namespace pagelet {
 
 struct LinearFormat {
-  // Reads in_features, out_features, bits, group_size and asymmetric; throws std::invalid_argument.
+  // Reads in_features, out_features, weight_type, group_size and asymmetric; throws std::invalid_argument.
   LinearFormat(const ort::Api& api, const ort::KernelInfo* info);
 
-  size_t in_features, out_features, bits, group_size;
+  size_t in_features, out_features;
+  WeightType type;
+  size_t group_size;  // inputs that share a scale; in_features where a channel has one, or none
   bool asymmetric;
 
   size_t tiles() const { return (out_features + kTileColumns - 1) / kTileColumns; }
-  size_t code_bytes() const { return kTileColumns * group_size * bits / 8; }  // of one group of one tile
-  size_t group_bytes() const { return code_bytes() + 2 * kTileColumns * (asymmetric ? 2 : 1); }
+  size_t code_bytes() const { return kTileColumns * group_size * bits(type) / 8; }  // of one group of one tile
+  size_t group_bytes() const { return code_bytes() + scale_bytes() * (asymmetric ? 2 : 1); }
   size_t tile_bytes() const { return in_features / group_size * group_bytes(); }
   size_t packed_bytes() const { return tiles() * tile_bytes(); }
-  LinearStorage storage() const;
+
+ private:
+  static size_t bits(WeightType type);
+  size_t scale_bytes() const;  // of one group of one tile
 };
 
 // The packed bytes of an input; throws std::invalid_argument when their number does not fit the attributes.

@@ -16,7 +16,7 @@ static inline float half_to_float(uint16_t half) {
   return half & 0x8000u ? -magnitude : magnitude;
 }
 
-static inline float load_half(const uint8_t* p) {
+static inline float half_at(const uint8_t* p) {
   uint16_t half;
   std::memcpy(&half, p, sizeof half);
   return half_to_float(half);

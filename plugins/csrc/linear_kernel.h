@@ -1,5 +1,6 @@
-// The kernel of the quantized linear layer: integer dot products of packed weights (layout: plugins/packing.py)
-// with activations that are quantized per row. Knows nothing of ONNX Runtime.
+// The kernel of the linear layer: y = W x + b over packed weights (layouts: plugins/packing.py and
+// plugins/float_packing.py), with what may stand before it (RMSNorm) and behind it (SwiGLU, the residual). Knows
+// nothing of ONNX Runtime.
 #pragma once
 
 #include <cstddef>
@@ -10,6 +11,11 @@ namespace pagelet {
 constexpr size_t kTileColumns = 16;  // output columns that lie together in a packed weight
 constexpr size_t kBlockInputs = 32;  // inputs that share one activation scale
 
+enum class WeightType : int { int4, int8, fp8, bf16, f16, f32 };
+
+// Integer weights are multiplied with activations quantized to 8 bits, all others with floats.
+constexpr bool is_integer(WeightType type) { return type == WeightType::int4 || type == WeightType::int8; }
+
 // 32 activations of one row: x is about scale * codes.
 struct ActivationBlock {
   int8_t codes[kBlockInputs];
@@ -18,29 +24,44 @@ struct ActivationBlock {
   int32_t sum;       // of the codes
 };
 
-enum class LinearStorage : int { int4_asymmetric, int4_symmetric, int8_symmetric };
+// x / sqrt(mean(x^2) + epsilon) * weight; without a weight, x as it is.
+struct Norm {
+  const float* weight;
+  float epsilon;
+};
 
 // One call: `rows` rows times all columns.
 struct LinearTask {
   const uint8_t* weight;  // tiles of `tile_bytes`
   size_t tile_bytes;
-  LinearStorage storage;
-  size_t blocks;            // of 32 inputs
-  size_t blocks_per_group;  // 1, 2 or 4
-  size_t out_features;
-  const ActivationBlock* activations;  // [rows, blocks]
+  WeightType type;
+  bool asymmetric;
+  size_t in_features, group_size;
+  const ActivationBlock* activations;  // [rows, in_features / 32], of integer weights
+  const float* input;                  // [rows, in_features], of all others
   size_t rows;
-  const float* bias;  // [out_features] or null
-  float* out;         // [rows, out_features]
+  // Gated: tiles 2i and 2i + 1 hold 16 columns of a gate and of what it gates, and y is silu(gate) * gated.
+  bool gated;
+  size_t columns;         // of the output
+  const float* bias;      // [columns], gated [2, columns], or null
+  const float* residual;  // [rows, columns], added last, or null
+  float* out;             // [rows, columns]
+
+  // A strip is the tiles that are reduced together, and the unit of work that threads share.
+  size_t tiles() const { return (columns + kTileColumns - 1) / kTileColumns * (gated ? 2 : 1); }
+  size_t strip_tiles() const { return is_integer(type) ? (gated ? 2 : 1) : 4; }
+  size_t strips() const { return (tiles() + strip_tiles() - 1) / strip_tiles(); }
 };
 
-// Each output element is reduced in one fixed order, whatever the rows, tiles and threads. AVX2, AVX-512 and NEON
+// Each output element is reduced in one fixed order, whatever the rows, strips and threads. AVX2, AVX-512 and NEON
 // give the same bits; portable code rounds a product before it is added.
 struct LinearKernel {
-  // x [32 * blocks]. A block with a NaN or an infinity gets a NaN scale, one below 2^-100 counts as zero.
-  void (*quantize)(const float* x, size_t blocks, ActivationBlock* out);
-  // The columns of tiles first_tile..last_tile - 1; threads may work on disjoint tiles of one task.
-  void (*multiply)(const LinearTask& task, size_t first_tile, size_t last_tile);
+  // One row x [size] to out [size].
+  void (*normalize)(const float* x, size_t size, const Norm& norm, float* out);
+  // One row x [32 * blocks]. A block with a NaN or an infinity gets a NaN scale, one below 2^-100 counts as zero.
+  void (*quantize)(const float* x, size_t blocks, const Norm& norm, ActivationBlock* out);
+  // Strips first..last - 1; threads may work on disjoint strips of one task.
+  void (*multiply)(const LinearTask& task, size_t first, size_t last);
 };
 
 }  // namespace pagelet

@@ -1,4 +1,6 @@
-// QuantizedLinear as an op of ONNX Runtime: output [T, N] = input [T, K] times a packed weight, plus a bias.
+// Linear as an op of ONNX Runtime: output [T, N] = input [T, K] times a packed weight, plus a bias. Optional, to
+// save passes over memory: RMSNorm of the input (norm_weight [K], epsilon), a residual [T, N] that is added, and
+// gating, where the weight's columns are pairs of tiles and the output is silu(gate) * gated.
 #include <algorithm>
 
 #include "isa.h"
@@ -12,9 +14,9 @@ PAGELET_DECLARE_KERNEL(LinearKernel, linear_kernel)
 
 namespace {
 
-constexpr size_t kMaxRows = 512;            // quantized at once: bounds the scratch memory of a long prompt
-constexpr size_t kMaxWorkItems = 128;       // fine enough for an even split, coarse enough to cost nothing
-constexpr size_t kBlocksPerWorkItem = 512;  // of 32 activations, quantized in some microseconds
+constexpr size_t kMaxRows = 512;            // prepared at once: bounds the scratch memory of a long prompt
+constexpr size_t kMaxWorkItems = 64;        // fine enough for an even split, coarse enough for long reads
+constexpr size_t kInputsPerWorkItem = 1 << 14;  // normed and quantized in some microseconds
 
 // Splits 0..total into at most `items` equal ranges and calls body(first, last) for each, on the host's threads.
 template <typename Body>
@@ -23,59 +25,93 @@ void for_each_range(const ParallelFor& parallel_for, size_t total, size_t items,
   for_each(parallel_for, items, [&](size_t i) { body(i * total / items, (i + 1) * total / items); });
 }
 
-class QuantizedLinear {
+class Linear {
  public:
-  static constexpr const char* kName = "QuantizedLinear";
-  static constexpr ort::Port kInputs[] = {{ort::kFloat}, {ort::kUint8}, {ort::kFloat, ort::kOptional}};
+  static constexpr const char* kName = "Linear";
+  static constexpr ort::Port kInputs[] = {{ort::kFloat},
+                                          {ort::kUint8},
+                                          {ort::kFloat, ort::kOptional},
+                                          {ort::kFloat, ort::kOptional},
+                                          {ort::kFloat, ort::kOptional}};
   static constexpr ort::Port kOutputs[] = {{ort::kFloat}};
 
-  QuantizedLinear(const ort::Api& api, const ort::KernelInfo* info)
-      : format_(api, info), kernel_(PAGELET_KERNEL(LinearKernel, linear_kernel, selected_isa())) {}
+  Linear(const ort::Api& api, const ort::KernelInfo* info)
+      : format_(api, info),
+        epsilon_(ort::attribute(api, info, "epsilon", 1e-5f)),
+        gated_(ort::attribute(api, info, "gated", int64_t{0}) != 0),
+        kernel_(PAGELET_KERNEL(LinearKernel, linear_kernel, selected_isa())) {
+    if (gated_ && format_.out_features % (2 * kTileColumns) != 0) {
+      throw std::invalid_argument("out_features is " + std::to_string(format_.out_features) +
+                                  " of a gated layer: expected a multiple of 32, pairs of whole tiles");
+    }
+  }
 
   void compute(const ort::Context& context) const {
-    const auto in_features = static_cast<int64_t>(format_.in_features);
-    const auto out_features = static_cast<int64_t>(format_.out_features);
     const ort::Tensor input = context.input(0), weight = context.input(1), bias = context.input(2);
+    const ort::Tensor norm = context.input(3), residual = context.input(4);
+    const auto in_features = static_cast<int64_t>(format_.in_features);
+    const auto columns = static_cast<int64_t>(format_.out_features / (gated_ ? 2 : 1));
     ort::expect_shape(input, "input", {-1, in_features});
-    if (bias.present) ort::expect_shape(bias, "bias", {out_features});
+    if (bias.present) ort::expect_shape(bias, "bias", {static_cast<int64_t>(format_.out_features)});
+    if (norm.present) ort::expect_shape(norm, "norm_weight", {in_features});
+    if (residual.present) ort::expect_shape(residual, "residual", {input.dims[0], columns});
     LinearTask task{};
     task.weight = packed_weight(weight, format_);
     task.tile_bytes = format_.tile_bytes();
-    task.storage = format_.storage();
-    task.blocks = format_.in_features / kBlockInputs;
-    task.blocks_per_group = format_.group_size / kBlockInputs;
-    task.out_features = format_.out_features;
+    task.type = format_.type;
+    task.asymmetric = format_.asymmetric;
+    task.in_features = format_.in_features;
+    task.group_size = format_.group_size;
+    task.gated = gated_;
+    task.columns = static_cast<size_t>(columns);
     task.bias = bias.as<const float>();
-    const int64_t dims[] = {input.dims[0], out_features};
+    const int64_t dims[] = {input.dims[0], columns};
     float* out = context.output(0, dims, 2).as<float>();
     const auto rows = static_cast<size_t>(input.dims[0]);
     for (size_t row = 0; row < rows; row += kMaxRows) {
       task.rows = std::min(kMaxRows, rows - row);
-      task.out = out + row * format_.out_features;
-      run(task, input.as<const float>() + row * format_.in_features, context.parallel_for());
+      task.out = out + row * task.columns;
+      task.residual = residual.present ? residual.as<const float>() + row * task.columns : nullptr;
+      const float* rows_in = input.as<const float>() + row * task.in_features;
+      prepare(task, rows_in, {norm.as<const float>(), epsilon_}, context.parallel_for());
+      for_each_range(context.parallel_for(), task.strips(), kMaxWorkItems,
+                     [&](size_t first, size_t last) { kernel_.multiply(task, first, last); });
     }
   }
 
  private:
-  void run(LinearTask& task, const float* input, const ParallelFor& parallel_for) const {
-    static_assert(sizeof(ActivationBlock) % sizeof(float) == 0);
-    const size_t blocks = task.rows * task.blocks;
-    auto* activations =
-        reinterpret_cast<ActivationBlock*>(thread_scratch(blocks * sizeof(ActivationBlock) / sizeof(float)));
-    for_each_range(parallel_for, blocks, blocks / kBlocksPerWorkItem, [&](size_t first, size_t last) {
-      kernel_.quantize(input + first * kBlockInputs, last - first, activations + first);
-    });
-    task.activations = activations;
-    for_each_range(parallel_for, format_.tiles(), kMaxWorkItems,
-                   [&](size_t first, size_t last) { kernel_.multiply(task, first, last); });
+  // The rows as the weights want them: quantized, or as floats; normed, if there is a norm.
+  void prepare(LinearTask& task, const float* input, const Norm& norm, const ParallelFor& parallel_for) const {
+    const size_t size = task.in_features, items = task.rows * size / kInputsPerWorkItem;
+    task.input = input;
+    if (is_integer(task.type)) {
+      static_assert(sizeof(ActivationBlock) % sizeof(float) == 0);
+      const size_t blocks = size / kBlockInputs;
+      auto* activations = reinterpret_cast<ActivationBlock*>(
+          thread_scratch(task.rows * blocks * sizeof(ActivationBlock) / sizeof(float)));
+      for_each_range(parallel_for, task.rows, items, [&](size_t first, size_t last) {
+        for (size_t r = first; r < last; ++r) {
+          kernel_.quantize(input + r * size, blocks, norm, activations + r * blocks);
+        }
+      });
+      task.activations = activations;
+    } else if (norm.weight) {
+      float* normed = thread_scratch(task.rows * size);
+      for_each_range(parallel_for, task.rows, items, [&](size_t first, size_t last) {
+        for (size_t r = first; r < last; ++r) kernel_.normalize(input + r * size, size, norm, normed + r * size);
+      });
+      task.input = normed;
+    }
   }
 
   LinearFormat format_;
+  float epsilon_;
+  bool gated_;
   const LinearKernel& kernel_;
 };
 
 }  // namespace
 
-const ort::CustomOp* quantized_linear() { return ort::OpTable<QuantizedLinear>::get(); }
+const ort::CustomOp* linear() { return ort::OpTable<Linear>::get(); }
 
 }  // namespace pagelet

@@ -166,7 +166,7 @@ PAGELET_INLINE Bytes high_nibbles(Bytes x) {
 
 PAGELET_INLINE Vec load_halves(const uint8_t* p) {
   Vec out;
-  for (int c = 0; c < kWidth; ++c) out.lane[c] = load_half(p + 2 * c);
+  for (int c = 0; c < kWidth; ++c) out.lane[c] = half_at(p + 2 * c);
   return out;
 }
 

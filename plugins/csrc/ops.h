@@ -9,7 +9,7 @@ const ort::CustomOp* paged_attention_f32();
 const ort::CustomOp* paged_attention_f16();
 const ort::CustomOp* paged_attention_int8();
 const ort::CustomOp* paged_attention_fp8();
-const ort::CustomOp* quantized_linear();
-const ort::CustomOp* quantized_embedding();
+const ort::CustomOp* linear();
+const ort::CustomOp* embedding();
 
 }  // namespace pagelet

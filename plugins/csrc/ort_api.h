@@ -48,6 +48,8 @@ enum Characteristic : int { kRequired = 0, kOptional = 1 };
   F(GetTensorTypeAndShape, 65, Status*, (const Value*, TensorInfo** out))                           \
   F(KernelInfoGetAttribute_float, 85, Status*, (const KernelInfo*, const char* name, float* out))   \
   F(KernelInfoGetAttribute_int64, 86, Status*, (const KernelInfo*, const char* name, int64_t* out)) \
+  F(KernelInfoGetAttribute_string, 87, Status*,                                                     \
+    (const KernelInfo*, const char* name, char* out, size_t* size))                                 \
   F(KernelContext_GetInputCount, 88, Status*, (const KernelContext*, size_t* out))                  \
   F(KernelContext_GetOutputCount, 89, Status*, (const KernelContext*, size_t* out))                 \
   F(KernelContext_GetInput, 90, Status*, (const KernelContext*, size_t index, const Value** out))   \

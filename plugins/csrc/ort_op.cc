@@ -88,4 +88,14 @@ float attribute(const Api& api, const KernelInfo* info, const char* name, float 
                       [&](float* out) { return api.KernelInfoGetAttribute_float(info, name, out); });
 }
 
+std::string attribute(const Api& api, const KernelInfo* info, const char* name, const char* fallback) {
+  char text[64];  // a name; what is longer counts as absent
+  size_t size = sizeof text;
+  const auto read = [&](const char** out) {
+    *out = text;
+    return api.KernelInfoGetAttribute_string(info, name, text, &size);
+  };
+  return attribute_or(api, fallback, read);
+}
+
 }  // namespace pagelet::ort

@@ -71,6 +71,7 @@ class Context {
 // Attributes of a node, with a default for an absent one.
 int64_t attribute(const Api& api, const KernelInfo* info, const char* name, int64_t fallback);
 float attribute(const Api& api, const KernelInfo* info, const char* name, float fallback);
+std::string attribute(const Api& api, const KernelInfo* info, const char* name, const char* fallback);
 
 struct Port {
   ElementType type;

@@ -14,8 +14,8 @@ constexpr OpGetter kOps[] = {
     paged_attention_f16,
     paged_attention_int8,
     paged_attention_fp8,
-    quantized_linear,
-    quantized_embedding,
+    linear,
+    embedding,
 };
 
 // The host does not own a domain: it must outlive every session, and is shared by all of them.

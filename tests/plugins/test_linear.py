@@ -1,4 +1,4 @@
-"""QuantizedLinear and QuantizedEmbedding equal the NumPy reference to the bit, on every instruction set."""
+"""Linear and Embedding over integer weights are the NumPy reference to the bit, on every instruction set."""
 
 import os
 import subprocess
@@ -58,24 +58,24 @@ def random_rows(rows: int, in_features: int, seed: int = 0) -> Float32:
     return np.where(ties, np.where(np.arange(in_features) % 32 == 0, 127, steps), x).astype(np.float32)
 
 
-def attributes(in_features: int, out_features: int, format: LinearFormat) -> dict[str, int]:
+def attributes(in_features: int, out_features: int, format: LinearFormat) -> dict[str, Any]:
     return {
         "in_features": in_features,
         "out_features": out_features,
-        "bits": format.bits,
+        "weight_type": f"int{format.bits}",
         "group_size": format.group_size,
         "asymmetric": int(format.asymmetric),
     }
 
 
 def session_for(
-    op: str, packed: Array, attributes: Mapping[str, int], bias: Float32 | None = None, threads: int = 1
+    op: str, packed: Array, attributes: Mapping[str, Any], bias: Float32 | None = None, threads: int = 1
 ) -> ort.InferenceSession:
     """A session with one node, whose weight and bias are initializers."""
     initializers = {"weight": packed} | ({} if bias is None else {"bias": bias})
     values: dict[str, Any] = {**attributes}
     node = helper.make_node(op, ["x", *initializers], ["y"], domain="pagelet", **values)
-    linear = op == "QuantizedLinear"
+    linear = op == "Linear"
     element, rank = (TensorProto.FLOAT, 2) if linear else (TensorProto.INT64, 1)
     graph = helper.make_graph(
         [node],
@@ -104,9 +104,7 @@ def linear(
     format: LinearFormat, out_features: int, in_features: int, threads: int = 1
 ) -> Callable[[Float32], Float32]:
     packed = pack(*random_parts(out_features, in_features, format), format)
-    session = session_for(
-        "QuantizedLinear", packed, attributes(in_features, out_features, format), threads=threads
-    )
+    session = session_for("Linear", packed, attributes(in_features, out_features, format), threads=threads)
     return lambda x: run(session, x)
 
 
@@ -116,7 +114,7 @@ def test_linear_equals_the_reference(format: LinearFormat, out_features: int, in
     parts = random_parts(out_features, in_features, format)
     bias = np.random.default_rng(1).normal(size=out_features).astype(np.float32)
     packed = pack(*parts, format)
-    session = session_for("QuantizedLinear", packed, attributes(in_features, out_features, format), bias)
+    session = session_for("Linear", packed, attributes(in_features, out_features, format), bias)
     fused = native.selected_isa() != "portable"
     for rows in (1, 3, 7, 24):
         x = random_rows(rows, in_features, seed=rows)
@@ -209,7 +207,7 @@ def test_no_rows() -> None:
 def test_embedding_rows_are_the_dequantized_rows(format: LinearFormat) -> None:
     parts = random_parts(77, 384, format)
     packed = pack(*parts, format)
-    session = session_for("QuantizedEmbedding", packed, attributes(384, 77, format), threads=2)
+    session = session_for("Embedding", packed, attributes(384, 77, format), threads=2)
     ids = np.array([76, 0, 15, 16, 0, *range(77)], np.int64)
     np.testing.assert_array_equal(run(session, ids), dequantize(*parts, format)[ids])
     assert run(session, ids[:0]).shape == (0, 384)
@@ -220,9 +218,7 @@ def test_embedding_of_subnormal_scales() -> None:
     codes, scales, minimums = random_parts(16, 32, format)
     assert minimums is not None
     scales[:8], minimums[:4] = np.float16(-3 * 2.0**-24), np.float16(2.0**-15)
-    session = session_for(
-        "QuantizedEmbedding", pack(codes, scales, minimums, format), attributes(32, 16, format)
-    )
+    session = session_for("Embedding", pack(codes, scales, minimums, format), attributes(32, 16, format))
     expected = dequantize(codes, scales, minimums, format)
     np.testing.assert_array_equal(run(session, np.arange(16)), expected)
 
@@ -231,19 +227,19 @@ def test_embedding_of_subnormal_scales() -> None:
 def test_an_id_outside_the_table_is_an_error(bad: int) -> None:
     format = MAIN_FORMATS[0]
     parts = random_parts(77, 64, format)
-    session = session_for("QuantizedEmbedding", pack(*parts, format), attributes(64, 77, format))
+    session = session_for("Embedding", pack(*parts, format), attributes(64, 77, format))
     with pytest.raises(Exception, match=rf"input_ids\[1\] is {bad}, expected 0 to 76"):
         run(session, np.array([3, bad], np.int64))
     np.testing.assert_array_equal(run(session, np.array([3])), dequantize(*parts, format)[[3]])
 
 
-@pytest.mark.parametrize("op", ["QuantizedLinear", "QuantizedEmbedding"])
+@pytest.mark.parametrize("op", ["Linear", "Embedding"])
 @pytest.mark.parametrize("change", [-1, 1, -320, 320])
 def test_a_weight_of_the_wrong_size_is_an_error(op: str, change: int) -> None:
     format = LinearFormat(4, 32, True)
     size = format.packed_bytes(64, 40)
     session = session_for(op, np.zeros(size + change, np.uint8), attributes(64, 40, format))
-    x = np.zeros((1, 64), np.float32) if op == "QuantizedLinear" else np.zeros(1, np.int64)
+    x = np.zeros((1, 64), np.float32) if op == "Linear" else np.zeros(1, np.int64)
     with pytest.raises(Exception, match=rf"weight has shape \[{size + change}\], expected \[{size}\]"):
         run(session, x)
 
@@ -257,7 +253,7 @@ def test_a_wrong_input_is_an_error_and_the_session_works_after() -> None:
     np.testing.assert_array_equal(multiply(good), expected)
     bias = np.zeros(23, np.float32)
     packed = pack(*random_parts(24, 64, MAIN_FORMATS[0]), MAIN_FORMATS[0])
-    session = session_for("QuantizedLinear", packed, attributes(64, 24, MAIN_FORMATS[0]), bias)
+    session = session_for("Linear", packed, attributes(64, 24, MAIN_FORMATS[0]), bias)
     with pytest.raises(Exception, match=r"bias has shape \[23\], expected \[24\]"):
         run(session, good)
 
@@ -265,20 +261,23 @@ def test_a_wrong_input_is_an_error_and_the_session_works_after() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"bits": 5}, "expected 4 bits, or 8 bits and symmetric"),
-        ({"bits": 8}, "expected 4 bits, or 8 bits and symmetric"),
-        ({"group_size": 96}, "expected groups of 32, 64 or 128 that divide in_features"),
-        ({"group_size": 128}, "expected groups of 32, 64 or 128 that divide in_features"),
-        ({"group_size": 16}, "group_size is 16, expected 32 to 128"),
+        ({"weight_type": "int5"}, "weight_type is 'int5', expected one of int4, int8, fp8, bf16, f16, f32"),
+        ({"weight_type": "f" * 80}, "weight_type is '', expected one of"),
+        ({"weight_type": "int8"}, "asymmetric is 1, which only int4 weights can be"),
+        ({"group_size": 96}, "group_size is 96 for 64 inputs: expected 32, 64 or 128 that divides them"),
+        ({"group_size": 128}, "group_size is 128 for 64 inputs"),
+        ({"group_size": 16}, "group_size is 16 for 64 inputs"),
+        ({"group_size": -1}, "group_size is -1, expected 0 to"),
         ({"in_features": 0}, "in_features is 0"),
         ({"out_features": 2**40}, "out_features is 1099511627776"),
         ({"asymmetric": 2}, "asymmetric is 2, expected 0 to 1"),
+        ({"gated": 1}, "out_features is 16 of a gated layer: expected a multiple of 32"),
     ],
 )
-def test_wrong_attributes_are_errors(change: dict[str, int], message: str) -> None:
+def test_wrong_attributes_are_errors(change: dict[str, Any], message: str) -> None:
     wrong = attributes(64, 16, LinearFormat(4, 32, True)) | change
     with pytest.raises(Exception, match=message):
-        session_for("QuantizedLinear", np.zeros(640, np.uint8), wrong)
+        session_for("Linear", np.zeros(640, np.uint8), wrong)
 
 
 def test_a_quantized_weight_multiplies_like_the_weight() -> None:
@@ -289,7 +288,7 @@ def test_a_quantized_weight_multiplies_like_the_weight() -> None:
     # The relative error of rounding normal values to 15 steps per 32, or to 255, beside that of activations.
     for format, limit in ((LinearFormat(4, 32, True), 0.1), (LinearFormat(8, 32, False), 0.012)):
         packed = pack(*quantize_rtn(weight, format), format)
-        y = run(session_for("QuantizedLinear", packed, attributes(512, 48, format)), x)
+        y = run(session_for("Linear", packed, attributes(512, 48, format)), x)
         assert np.linalg.norm(y - exact) < limit * np.linalg.norm(exact)
 
 

@@ -32,7 +32,7 @@ def add_parsers(commands: Any) -> None:
     parser.add_argument(
         "--kv",
         choices=tuple(CACHE_TYPES),
-        default="f32",
+        default="f16",
         help="storage of the KV cache; default: %(default)s",
     )
     parser.add_argument("--max-context", type=int, metavar="N", help="tokens; default: the model's own")

@@ -22,7 +22,7 @@ def add_parsers(commands: Any) -> None:
     where.add_argument("--memory", metavar="SIZE", help="bytes for weights and cache, such as 8GiB")
     where.add_argument("--device", choices=sorted(DEVICES), help="a known device")
     parser.add_argument("--weights", choices=WEIGHT_TYPES, default="int4", help="default: %(default)s")
-    parser.add_argument("--kv", choices=sorted(CACHE_TYPES), default="f32", help="cache type; default: f32")
+    parser.add_argument("--kv", choices=sorted(CACHE_TYPES), default="f16", help="cache type; default: f16")
     parser.add_argument("--context", type=int, metavar="N", help="tokens of a sequence; default: the model's")
     parser.add_argument("--sequences", type=int, default=1, metavar="M", help="at once; default: 1")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
