@@ -10,8 +10,8 @@
 // In a scaled cache the products are those of the stored codes; a finished score is multiplied by its key's
 // scale, and a weight, once it is summed, by its value's.
 // Masked keys are selected away and never multiplied. Keys are transposed so that lanes are keys: the partial
-// sums of a score then sit in W registers one after another, and its tree is W - 1 vertical adds. Up to six
-// rows read the keys untransposed, with the same sums.
+// sums of a score then sit in W registers one after another, and its tree is W - 1 vertical adds. A few rows
+// read the keys untransposed, with the same sums.
 #include "attention.h"
 #include "attention_rows.h"
 #include "attention_tiles.h"
@@ -64,7 +64,7 @@ PAGELET_INLINE void for_each_group(const Rows& rows, Body body) {
 }
 
 template <typename Cache>
-void score_one_group(const Rows& rows, int64_t partition, const int64_t* tokens, const Scratch& scratch) {
+void score_directly(const Rows& rows, int64_t partition, const int64_t* tokens, const Scratch& scratch) {
   const int64_t size = rows.args.head_size;
   const auto* cache = static_cast<const typename Cache::Element*>(rows.args.key_cache);
   const Range all = rows.visible_to(0, rows.count - 1, partition);
@@ -73,7 +73,9 @@ void score_one_group(const Rows& rows, int64_t partition, const int64_t* tokens,
     for (int k = 0; k < kWidth; ++k) {  // an unseen key's score is never looked at: any key stands in for it
       keys[k] = cache + tokens[max_of(all.begin, min_of(j + k, all.end - 1))] * size;
     }
-    kScoreKeys<Cache>[rows.count](scratch.query, keys, size, scratch.scores + j);
+    for_each_group(rows, [&](int64_t row, int64_t count) {
+      kScoreKeys<Cache>[count](scratch.query + row * size, keys, size, scratch.scores + row * kScoreStride + j);
+    });
   }
 }
 
@@ -132,13 +134,16 @@ void add_group_values(const Rows& rows, int64_t row, int64_t count, int64_t part
 }
 
 template <typename Cache>
-void weigh_one_group(const Rows& rows, int64_t partition, const int64_t* tokens, const Scratch& scratch,
-                     float* states, int64_t state_stride) {
+void weigh_directly(const Rows& rows, int64_t partition, const int64_t* tokens, const Scratch& scratch,
+                    float* states, int64_t state_stride) {
   const auto* cache = static_cast<const typename Cache::Element*>(rows.args.value_cache);
   const Range all = rows.visible_to(0, rows.count - 1, partition);
   const typename Cache::Element* values[kPartitionKeys];
   for (int64_t j = all.begin; j < all.end; ++j) values[j] = cache + tokens[j] * rows.args.head_size;
-  add_group_values<Cache>(rows, 0, rows.count, partition, all, values, scratch.scores, states, state_stride);
+  for_each_group(rows, [&](int64_t row, int64_t count) {
+    add_group_values<Cache>(rows, row, count, partition, all, values, scratch.scores + row * kScoreStride,
+                            states + row * state_stride, state_stride);
+  });
 }
 
 template <typename Cache>
@@ -173,7 +178,7 @@ void attend_partition(const Rows& rows, int64_t partition, const Scratch& scratc
   Scales scales;
   find_tokens(rows, partition, all, tokens);
   if constexpr (Cache::kScaled) gather_scales<Cache>(args, tokens, all, scales);
-  const auto score = rows.one_group() ? score_one_group<Cache> : score_partition<Cache>;
+  const auto score = rows.direct() ? score_directly<Cache> : score_partition<Cache>;
   score(rows, partition, tokens, scratch);
   for (int64_t row = 0; row < rows.count; ++row) {
     const Range range = rows.visible(row, partition);
@@ -182,7 +187,7 @@ void attend_partition(const Rows& rows, int64_t partition, const Scratch& scratc
     softmax<Cache::kScaled>(args, range, scales, scratch.scores + row * kScoreStride, state);
     for (int64_t d = 0; d < args.head_size; d += kWidth) store(state + d, set1(0.0f));
   }
-  const auto weigh = rows.one_group() ? weigh_one_group<Cache> : weigh_partition<Cache>;
+  const auto weigh = rows.direct() ? weigh_directly<Cache> : weigh_partition<Cache>;
   weigh(rows, partition, tokens, scratch, states, state_stride);
 }
 

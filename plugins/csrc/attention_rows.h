@@ -75,7 +75,7 @@ struct Rows {
   }
 
   // Too few rows to lay out keys for them: the rows read the caches as they are.
-  bool one_group() const { return count <= kGroupRows; }
+  bool direct() const { return count <= kDirectRows; }
 
   // What the rows [first, last] see together: tokens ascend, so windows do too.
   Range visible_to(int64_t first, int64_t last, int64_t partition) const {
@@ -102,7 +102,7 @@ PAGELET_INLINE void prefetch_row(const float* row, int64_t size) {
   for (int64_t i = 0; i < size; i += 16) prefetch(row + i);
 }
 
-// Rotates and scales the query rows and lays them out for score_panel; a single group for score_keys.
+// Rotates and scales the query rows and lays them out for score_panel, or, if they are few, for score_keys.
 void pack_queries(const Rows& rows, float* packed) {
   const AttentionArgs& args = rows.args;
   const int64_t size = args.head_size, chain = size / kWidth;
@@ -111,7 +111,7 @@ void pack_queries(const Rows& rows, float* packed) {
     memcpy(x, rows.query[row], size_t(size) * sizeof(float));
     if (row + kGroupRows < rows.count) prefetch_row(rows.query[row + kGroupRows], size);
     rotate(args, rows.token[row], x);
-    if (rows.one_group()) {
+    if (rows.direct()) {
       for (int64_t i = 0; i < size; ++i) packed[row * size + i] = x[i] * args.scale;
       continue;
     }

@@ -10,6 +10,7 @@ namespace pagelet::PAGELET_ISA {
 namespace {
 
 constexpr int kGroupRows = 6;                      // rows that share each loaded key or value vector
+constexpr int kDirectRows = 24;                   // up to so many read the caches as they are
 constexpr int kPanelKeys = 2 * kWidth;             // keys whose scores are computed together
 constexpr int kScoreStride = kPartitionKeys + 16;  // a power of two would crowd a few sets of the L1 cache
 constexpr float kInfinity = __builtin_inff();
@@ -98,21 +99,37 @@ PAGELET_INLINE Vec reduce_each(const float* sums) {
   return column[0];
 }
 
+// Keys whose scores are summed together, so that a loaded query vector serves them all: as the registers allow.
+#if defined(PAGELET_SIMD_AVX512) || defined(PAGELET_SIMD_NEON)
+PAGELET_INLINE constexpr int keys_at_once(int) { return 4; }
+#else
+PAGELET_INLINE constexpr int keys_at_once(int rows) { return rows <= 2 ? 4 : 2; }
+#endif
+
 // Scores of R rows, [R][head_size], against kWidth keys: where few rows need a key, to transpose it is not
 // worth it. The sums are those of score_panel.
 template <typename Cache, int R>
 void score_keys(const float* query, const typename Cache::Element* const* keys, int64_t head_size,
                 float* scores) {
+  constexpr int K = keys_at_once(R);
   float sums[R][kWidth * kWidth];
-  for (int j = 0; j < kWidth; ++j) {
-    Vec sum[R];
-    const Vec first = Cache::load(keys[j]);
-    PAGELET_UNROLL for (int r = 0; r < R; ++r) sum[r] = mul(load(query + r * head_size), first);
-    for (int64_t i = kWidth; i < head_size; i += kWidth) {
-      const Vec x = Cache::load(keys[j] + i);
-      PAGELET_UNROLL for (int r = 0; r < R; ++r) sum[r] = fmadd(load(query + r * head_size + i), x, sum[r]);
+  for (int j = 0; j < kWidth; j += K) {
+    Vec sum[K][R], x[K];
+    PAGELET_UNROLL for (int k = 0; k < K; ++k) x[k] = Cache::load(keys[j + k]);
+    PAGELET_UNROLL for (int r = 0; r < R; ++r) {
+      const Vec q = load(query + r * head_size);
+      PAGELET_UNROLL for (int k = 0; k < K; ++k) sum[k][r] = mul(q, x[k]);
     }
-    PAGELET_UNROLL for (int r = 0; r < R; ++r) store(sums[r] + j * kWidth, sum[r]);
+    for (int64_t i = kWidth; i < head_size; i += kWidth) {
+      PAGELET_UNROLL for (int k = 0; k < K; ++k) x[k] = Cache::load(keys[j + k] + i);
+      PAGELET_UNROLL for (int r = 0; r < R; ++r) {
+        const Vec q = load(query + r * head_size + i);
+        PAGELET_UNROLL for (int k = 0; k < K; ++k) sum[k][r] = fmadd(q, x[k], sum[k][r]);
+      }
+    }
+    PAGELET_UNROLL for (int k = 0; k < K; ++k) {
+      PAGELET_UNROLL for (int r = 0; r < R; ++r) store(sums[r] + (j + k) * kWidth, sum[k][r]);
+    }
   }
   for (int r = 0; r < R; ++r) store(scores + r * kScoreStride, reduce_each(sums[r]));
 }

@@ -2,8 +2,9 @@
 //   Bytes       per column, the codes of 4 consecutive inputs
 //   NibbleDots  per column, the running dot product of 4-bit codes with the activations of one block of 32
 //   ByteDots    the same for 8-bit codes
-// add_dot(dots, w, a) adds w's 4 inputs times the activations a[0..3]; to_floats(dots, sum, offset) is the dot
-// product minus offset * sum, where `sum` is the sum of the block's activations.
+// add_dot(dots, first, w, a) adds w's 4 inputs times the activations a[0..3], to nothing if they are the first;
+// to_floats(dots, sum, offset) is the dot product minus offset * sum, where `sum` is the sum of the block's
+// activations.
 #pragma once
 
 #include <cstring>
@@ -41,10 +42,11 @@ PAGELET_INLINE Vec load_halves(const uint8_t* p) {
 }
 
 struct NibbleDots {
-  __m512i sums = _mm512_setzero_si512();
+  __m512i sums;
 };
-PAGELET_INLINE void add_dot(NibbleDots& dots, Bytes w, const int8_t* a) {
-  dots.sums = _mm512_dpbusd_epi32(dots.sums, w, _mm512_set1_epi32(four_activations(a)));
+PAGELET_INLINE void add_dot(NibbleDots& dots, bool first, Bytes w, const int8_t* a) {
+  const __m512i before = first ? _mm512_setzero_si512() : dots.sums;
+  dots.sums = _mm512_dpbusd_epi32(before, w, _mm512_set1_epi32(four_activations(a)));
 }
 PAGELET_INLINE Vec to_floats(const NibbleDots& dots, int32_t sum, int32_t offset) {
   return _mm512_cvtepi32_ps(_mm512_sub_epi32(dots.sums, _mm512_set1_epi32(offset * sum)));
@@ -52,9 +54,9 @@ PAGELET_INLINE Vec to_floats(const NibbleDots& dots, int32_t sum, int32_t offset
 
 // vpdpbusd multiplies unsigned codes: q + 128, which has the bits of q ^ 128.
 struct ByteDots : NibbleDots {};
-PAGELET_INLINE void add_dot(ByteDots& dots, Bytes w, const int8_t* a) {
+PAGELET_INLINE void add_dot(ByteDots& dots, bool first, Bytes w, const int8_t* a) {
   const __m512i shifted = _mm512_xor_si512(w, _mm512_set1_epi8(-128));
-  dots.sums = _mm512_dpbusd_epi32(dots.sums, shifted, _mm512_set1_epi32(four_activations(a)));
+  add_dot(static_cast<NibbleDots&>(dots), first, shifted, a);
 }
 PAGELET_INLINE Vec to_floats(const ByteDots& dots, int32_t sum, int32_t offset) {
   return to_floats(static_cast<const NibbleDots&>(dots), sum, offset + 128);
@@ -84,11 +86,11 @@ PAGELET_INLINE Vec load_halves(const uint8_t* p) {
 
 // 16-bit sums, two per column: a block adds at most 8 * 2 * 15 * 127 = 30480 to one.
 struct NibbleDots {
-  __m256i pairs = _mm256_setzero_si256();
+  __m256i pairs;
 };
-PAGELET_INLINE void add_dot(NibbleDots& dots, Bytes w, const int8_t* a) {
+PAGELET_INLINE void add_dot(NibbleDots& dots, bool first, Bytes w, const int8_t* a) {
   const __m256i products = _mm256_maddubs_epi16(w, _mm256_set1_epi32(four_activations(a)));
-  dots.pairs = _mm256_add_epi16(dots.pairs, products);
+  dots.pairs = first ? products : _mm256_add_epi16(dots.pairs, products);
   PAGELET_IN_ORDER(dots.pairs);
 }
 PAGELET_INLINE Vec to_floats(const NibbleDots& dots, int32_t sum, int32_t offset) {
@@ -98,12 +100,13 @@ PAGELET_INLINE Vec to_floats(const NibbleDots& dots, int32_t sum, int32_t offset
 
 // |w| times a with w's sign: a pair is at most 2 * 128 * 127 = 32512, so vpmaddubsw does not saturate.
 struct ByteDots {
-  __m256i sums = _mm256_setzero_si256();
+  __m256i sums;
 };
-PAGELET_INLINE void add_dot(ByteDots& dots, Bytes w, const int8_t* a) {
+PAGELET_INLINE void add_dot(ByteDots& dots, bool first, Bytes w, const int8_t* a) {
   const __m256i signed_a = _mm256_sign_epi8(_mm256_set1_epi32(four_activations(a)), w);
   const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), signed_a);
-  dots.sums = _mm256_add_epi32(dots.sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  const __m256i products = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+  dots.sums = first ? products : _mm256_add_epi32(dots.sums, products);
   PAGELET_IN_ORDER(dots.sums);
 }
 PAGELET_INLINE Vec to_floats(const ByteDots& dots, int32_t sum, int32_t offset) {
@@ -124,10 +127,11 @@ PAGELET_INLINE Vec load_halves(const uint8_t* p) {
 }
 
 struct NibbleDots {
-  int32x4_t sums = vdupq_n_s32(0);
+  int32x4_t sums;
 };
 using ByteDots = NibbleDots;
-PAGELET_INLINE void add_dot(NibbleDots& dots, Bytes codes, const int8_t* a) {
+PAGELET_INLINE void add_dot(NibbleDots& dots, bool first, Bytes codes, const int8_t* a) {
+  if (first) dots.sums = vdupq_n_s32(0);
   const int8x16_t w = vreinterpretq_s8_u8(codes);
   const int8x16_t quad = vreinterpretq_s8_s32(vdupq_n_s32(four_activations(a)));
 #if defined(__ARM_FEATURE_DOTPROD)
@@ -171,11 +175,12 @@ PAGELET_INLINE Vec load_halves(const uint8_t* p) {
 }
 
 struct NibbleDots {
-  int32_t sums[kWidth] = {};
+  int32_t sums[kWidth];
 };
 using ByteDots = NibbleDots;
-PAGELET_INLINE void add_dot(NibbleDots& dots, const Bytes& w, const int8_t* a) {
+PAGELET_INLINE void add_dot(NibbleDots& dots, bool first, const Bytes& w, const int8_t* a) {
   for (int c = 0; c < kWidth; ++c) {
+    if (first) dots.sums[c] = 0;
     for (int j = 0; j < 4; ++j) dots.sums[c] += static_cast<int8_t>(w.byte[4 * c + j]) * a[j];
   }
 }

@@ -77,11 +77,13 @@ template <typename Storage, bool kAsymmetric, int kOffset, int kRows>
 PAGELET_INLINE void add_block(const uint8_t* block, const uint8_t* values, const ActivationBlock* activations,
                               size_t row_stride, Vec y[kRows][kParts]) {
   typename Storage::Dots dots[kRows][kParts];
-  for (int pair = 0; pair < 4; ++pair) {
-    for (int chunk = pair; chunk < 8; chunk += 4) {
-      for (int p = 0; p < kParts; ++p) {
+  PAGELET_UNROLL for (int pair = 0; pair < 4; ++pair) {
+    PAGELET_UNROLL for (int chunk = pair; chunk < 8; chunk += 4) {
+      PAGELET_UNROLL for (int p = 0; p < kParts; ++p) {
         const Bytes codes = Storage::codes(block, chunk, p);
-        for (int r = 0; r < kRows; ++r) add_dot(dots[r][p], codes, activations[r * row_stride].codes + 4 * chunk);
+        PAGELET_UNROLL for (int r = 0; r < kRows; ++r) {
+          add_dot(dots[r][p], chunk == 0, codes, activations[r * row_stride].codes + 4 * chunk);
+        }
       }
     }
   }

@@ -31,6 +31,12 @@ static inline simde__m512i emulated_cvtepi8_epi32(__m128i bytes) {
   return simde_mm512_inserti64x4(simde_mm512_castsi256_si512(_mm256_cvtepi8_epi32(bytes)),
                                  _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)), 1);
 }
+static inline simde__m512i emulated_cvtepu16_epi32(__m256i words) {
+  return simde_mm512_inserti64x4(
+      simde_mm512_castsi256_si512(_mm256_cvtepu16_epi32(_mm256_castsi256_si128(words))),
+      _mm256_cvtepu16_epi32(_mm256_extracti128_si256(words, 1)), 1);
+}
+#define _mm512_cvtepu16_epi32(words) emulated_cvtepu16_epi32(words)
 #define _mm512_cvtepi8_epi32(bytes) emulated_cvtepi8_epi32(bytes)
 #define _mm512_cvtps_ph(x, rounding) emulated_cvtps_ph(x)
 #define _mm512_cvtph_ps(half) emulated_cvtph_ps(half)
