@@ -110,7 +110,8 @@ def test_a_link_out_of_the_folder(bundle: Path, tmp_path_factory: pytest.TempPat
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda data: data.update(version=2), "version 2; this pagelet reads version 1: update"),
+        (lambda data: data.update(version=3), "version 3; this pagelet reads version 2: update"),
+        (lambda data: data.update(version=1), "version 1; this pagelet reads version 2: export it again"),
         (lambda data: data.update(version=0), "export it again"),
         (lambda data: data.update(version="1"), "'version' is '1'"),
         (lambda data: data.update(format="zip"), "not a pagelet manifest"),
