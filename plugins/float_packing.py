@@ -21,8 +21,8 @@ from pagelet.plugins.packing import (
     TILE_COLUMNS,
     Array,
     Float32,
-    _fused_multiply_add,
-    _multiply_add,
+    fused_multiply_add,
+    plain_multiply_add,
 )
 
 UInt8 = npt.NDArray[np.uint8]
@@ -52,6 +52,11 @@ class FloatFormat:
         sizes = (0, *GROUP_SIZES) if self.type == "fp8" else (0,)
         if self.group_size not in sizes:
             raise ValueError(f"group_size is {self.group_size}, expected one of {sizes} for {self.type}")
+
+    @property
+    def weight_type(self) -> str:
+        """The ops' attribute of that name."""
+        return self.type
 
     @property
     def dtype(self) -> np.dtype[np.generic]:
@@ -186,8 +191,8 @@ def to_bf16(x: Float32) -> npt.NDArray[np.uint16]:
     """The upper halves of the nearest floats with 8 bits of mantissa, ties to even. No NaN."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     odd = bits >> np.uint32(16) & np.uint32(1)
-    rounded: npt.NDArray[np.uint32] = bits + np.uint32(0x7FFF) + odd
-    return (rounded >> np.uint32(16)).astype(np.uint16)
+    upper: npt.NDArray[np.uint16] = ((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)).astype(np.uint16)
+    return upper
 
 
 def _e4m3_table() -> Float32:
@@ -239,7 +244,7 @@ def float_linear_reference(
     portable code does.
     """
     _check_parts(values, scales, format)
-    multiply_add = _fused_multiply_add if fused else _multiply_add
+    multiply_add = fused_multiply_add if fused else plain_multiply_add
     y = np.zeros((len(x), len(values)), np.float32) if bias is None else np.tile(bias, (len(x), 1))
     weight = to_float32(values, format)
     if scales is None:
@@ -253,7 +258,7 @@ def float_linear_reference(
 
 
 def _add_products(y: Float32, x: Float32, weight: Float32, fused: bool) -> Float32:
-    multiply_add = _fused_multiply_add if fused else _multiply_add
+    multiply_add = fused_multiply_add if fused else plain_multiply_add
     for k in range(x.shape[1]):
         y = multiply_add(x[:, k, None], weight[None, :, k], y)
     return y

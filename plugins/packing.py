@@ -47,6 +47,11 @@ class LinearFormat:
             raise ValueError("8-bit weights are symmetric: set asymmetric=False")
 
     @property
+    def weight_type(self) -> str:
+        """The ops' attribute of that name."""
+        return f"int{self.bits}"
+
+    @property
     def zero_point(self) -> int:
         """The code that stands for zero, where a group has no minimum of its own."""
         return 8 if self.bits == 4 and not self.asymmetric else 0
@@ -251,7 +256,7 @@ def linear_reference(
     multiply-add, as AVX2, AVX-512 and NEON do; `fused=False` rounds the product first, as portable code does.
     """
     _check_parts(codes, scales, minimums, format)
-    multiply_add = _fused_multiply_add if fused else _multiply_add
+    multiply_add = fused_multiply_add if fused else plain_multiply_add
     a, a_scales = quantize_activations(x)
     q = codes.astype(np.int64) - format.zero_point
     y = np.zeros((len(x), len(codes)), np.float32) if bias is None else np.tile(bias, (len(x), 1))
@@ -273,7 +278,7 @@ def rms_norm_reference(x: Float32, weight: Float32, epsilon: float, fused: bool 
     Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019. Lane l of 16 sums the squares of
     elements l, l + 16, …; then lane l is added to lane l + 8, l + 4, l + 2, l + 1.
     """
-    multiply_add = _fused_multiply_add if fused else _multiply_add
+    multiply_add = fused_multiply_add if fused else plain_multiply_add
     rows, size = x.shape
     padded = np.pad(x, ((0, 0), (0, -size % 16))).reshape(rows, -1, 16)
     sums = np.zeros((rows, 16), np.float32)
@@ -286,11 +291,12 @@ def rms_norm_reference(x: Float32, weight: Float32, epsilon: float, fused: bool 
     return normed
 
 
-def _multiply_add(a: Float32, b: Float32, c: Float32) -> Float32:
+def plain_multiply_add(a: Float32, b: Float32, c: Float32) -> Float32:
+    """a·b + c with two roundings."""
     return a * b + c
 
 
-def _fused_multiply_add(a: Float32, b: Float32, c: Float32) -> Float32:
+def fused_multiply_add(a: Float32, b: Float32, c: Float32) -> Float32:
     """a·b + c with one rounding: float64 holds the product, and the sum is rounded to odd before float32.
 
     Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to

@@ -67,11 +67,16 @@ template <typename Cache>
 void score_directly(const Rows& rows, int64_t partition, const int64_t* tokens, const Scratch& scratch) {
   const int64_t size = rows.args.head_size;
   const auto* cache = static_cast<const typename Cache::Element*>(rows.args.key_cache);
+  const auto* values = static_cast<const typename Cache::Element*>(rows.args.value_cache);
   const Range all = rows.visible_to(0, rows.count - 1, partition);
   for (int64_t j = all.begin / kWidth * kWidth; j < all.end; j += kWidth) {
     const typename Cache::Element* keys[kWidth];
     for (int k = 0; k < kWidth; ++k) {  // an unseen key's score is never looked at: any key stands in for it
-      keys[k] = cache + tokens[max_of(all.begin, min_of(j + k, all.end - 1))] * size;
+      const int64_t at = max_of(all.begin, min_of(j + k, all.end - 1));
+      keys[k] = cache + tokens[at] * size;
+      // A head's rows lie too far apart for the machine to foresee them. The values are needed next.
+      prefetch_row(cache + tokens[min_of(at + kKeysAhead, all.end - 1)] * size, size);
+      prefetch_row(values + tokens[at] * size, size);
     }
     for_each_group(rows, [&](int64_t row, int64_t count) {
       kScoreKeys<Cache>[count](scratch.query + row * size, keys, size, scratch.scores + row * kScoreStride + j);

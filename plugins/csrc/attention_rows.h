@@ -98,8 +98,9 @@ void rotate(const AttentionArgs& args, int64_t token, float* __restrict x) {
   }
 }
 
-PAGELET_INLINE void prefetch_row(const float* row, int64_t size) {
-  for (int64_t i = 0; i < size; i += 16) prefetch(row + i);
+template <typename Element>
+PAGELET_INLINE void prefetch_row(const Element* row, int64_t size) {
+  for (int64_t i = 0; i < size; i += 64 / int64_t(sizeof(Element))) prefetch(row + i);
 }
 
 // Rotates and scales the query rows and lays them out for score_panel, or, if they are few, for score_keys.

@@ -10,6 +10,7 @@ namespace pagelet::PAGELET_ISA {
 namespace {
 
 constexpr int kGroupRows = 6;                      // rows that share each loaded key or value vector
+constexpr int kKeysAhead = 16;                     // of the cache, fetched before they are needed
 constexpr int kDirectRows = 24;                   // up to so many read the caches as they are
 constexpr int kPanelKeys = 2 * kWidth;             // keys whose scores are computed together
 constexpr int kScoreStride = kPartitionKeys + 16;  // a power of two would crowd a few sets of the L1 cache

@@ -78,6 +78,19 @@ PAGELET_INLINE Vec load_e4m3(const uint8_t* p) {
 
 #endif
 
+// 16 codes as halves, times 2^-8.
+PAGELET_INLINE void halves_of_e4m3(const uint8_t* codes, uint16_t* out) {
+#if defined(PAGELET_SIMD_AVX2)
+  // A multiplication by 128, for a shift would wait for the unit that widens.
+  const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+  const __m256i shifted = _mm256_maddubs_epi16(_mm256_set1_epi16(128), wide);
+  const __m256i halves = _mm256_and_si256(shifted, _mm256_set1_epi16(int16_t(0xbf80)));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), halves);
+#else
+  for (int i = 0; i < 16; ++i) out[i] = uint16_t((codes[i] & 0x80) << 8 | (codes[i] & 0x7f) << 7);
+#endif
+}
+
 PAGELET_INLINE uint32_t bits_of(float x) {
   uint32_t bits;
   memcpy(&bits, &x, sizeof bits);

@@ -1,5 +1,6 @@
 // Embedding as an op of ONNX Runtime: the dequantized rows of a packed weight, output [T, K]. It shares
 // the weight with the Linear of a tied head, where a row is an output column.
+#include <cstring>
 #include <string>
 
 #include "linear_format.h"
@@ -18,7 +19,7 @@ float code_at(const LinearFormat& format, const uint8_t* column, size_t input) {
   return static_cast<float>(format.asymmetric ? code : code - 8);
 }
 
-// out [in_features]: scale * code is exact in FP32, so one rounding is left, that of adding the minimum.
+// out [in_features], of integers: scale * code is exact in FP32, so one rounding is left, that of adding the minimum.
 void dequantize_integers(const LinearFormat& format, const uint8_t* tile, size_t column, float* out) {
   const size_t block_bytes = kBlockInputs * format.code_bytes() / format.group_size;
   const uint8_t* group = tile;
@@ -35,19 +36,48 @@ void dequantize_integers(const LinearFormat& format, const uint8_t* tile, size_t
 }
 
 template <typename T>
-T value_at(const uint8_t* numbers, size_t index) {
-  T value;
-  std::memcpy(&value, numbers + index * sizeof value, sizeof value);
-  return value;
+T number_at(const uint8_t* numbers, size_t index) {
+  T number;
+  std::memcpy(&number, numbers + index * sizeof number, sizeof number);
+  return number;
 }
 
-// One of [inputs][16] numbers; an E4M3 code's bits, moved, are FP16's of a 256th of its value.
-float float_at(WeightType type, const uint8_t* numbers, size_t index) {
-  if (type == WeightType::f32) return value_at<float>(numbers, index);
-  if (type == WeightType::f16) return half_to_float(value_at<uint16_t>(numbers, index));
-  if (type == WeightType::bf16) return value_at<float>
-  const unsigned code = numbers[index];
+float bf16_to_float(uint16_t half) {
+  const uint32_t bits = uint32_t{half} << 16;
+  return number_at<float>(reinterpret_cast<const uint8_t*>(&bits), 0);
+}
+
+// E4M3's bits, moved to their places in FP16, are those of a 256th of the value.
+float e4m3_to_float(uint8_t code) {
   return 256.0f * half_to_float(static_cast<uint16_t>((code & 0x80) << 8 | (code & 0x7f) << 7));
+}
+
+float float_at(WeightType type, const uint8_t* numbers, size_t index) {
+  switch (type) {
+    case WeightType::fp8: return e4m3_to_float(numbers[index]);
+    case WeightType::bf16: return bf16_to_float(number_at<uint16_t>(numbers, index));
+    case WeightType::f16: return half_to_float(number_at<uint16_t>(numbers, index));
+    default: return number_at<float>(numbers, index);
+  }
+}
+
+// out [in_features], of plain floats and FP8.
+void dequantize_floats(const LinearFormat& format, const uint8_t* tile, size_t column, float* out) {
+  const uint8_t* group = tile;
+  for (size_t k = 0; k < format.in_features; k += format.group_size, group += format.group_bytes()) {
+    const bool scaled = format.type == WeightType::fp8;
+    const float scale = scaled ? number_at<float>(group + format.code_bytes(), column) : 1.0f;
+    for (size_t i = 0; i < format.group_size; ++i) {
+      out[k + i] = scale * float_at(format.type, group, i * kTileColumns + column);
+    }
+  }
+}
+
+void dequantize_row(const LinearFormat& format, const uint8_t* weight, size_t row, float* out) {
+  const uint8_t* tile = weight + row / kTileColumns * format.tile_bytes();
+  const size_t column = row % kTileColumns;
+  return is_integer(format.type) ? dequantize_integers(format, tile, column, out)
+                                 : dequantize_floats(format, tile, column, out);
 }
 
 class Embedding {

@@ -30,14 +30,14 @@ struct CpuId {
   uint32_t eax = 0, ebx = 0, ecx = 0, edx = 0;
 };
 
-CpuId cpuid(uint32_t leaf) {
+CpuId cpuid(uint32_t leaf, uint32_t subleaf = 0) {
   CpuId id;
 #ifdef _MSC_VER
   int registers[4];
-  __cpuidex(registers, static_cast<int>(leaf), 0);
+  __cpuidex(registers, static_cast<int>(leaf), static_cast<int>(subleaf));
   id = {uint32_t(registers[0]), uint32_t(registers[1]), uint32_t(registers[2]), uint32_t(registers[3])};
 #else
-  __get_cpuid_count(leaf, 0, &id.eax, &id.ebx, &id.ecx, &id.edx);
+  __get_cpuid_count(leaf, subleaf, &id.eax, &id.ebx, &id.ecx, &id.edx);
 #endif
   return id;
 }
@@ -61,6 +61,7 @@ bool cpu_supports(Isa isa) {
   constexpr uint32_t kAvx2 = 1u << 5;                                             // leaf 7, ebx
   constexpr uint32_t kAvx512FDqBwVl = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;  // leaf 7, ebx
   constexpr uint32_t kAvx512Vnni = 1u << 11;                                      // leaf 7, ecx
+  constexpr uint32_t kAvxVnni = 1u << 4;                                          // leaf 7.1, eax
   constexpr uint64_t kYmmState = 0x6, kZmmState = 0xe6;
   const CpuId basic = cpuid(1), extended = cpuid(7);
   if (!all_set(basic.ecx, kFma | kOsxsave | kF16c)) return false;
@@ -68,6 +69,11 @@ bool cpu_supports(Isa isa) {
   if (isa == Isa::avx2 || !avx2) return avx2;
 #ifdef PAGELET_EMULATE_AVX512
   return true;
+#endif
+#ifdef PAGELET_HAS_AVXVNNI
+  if (isa == Isa::avxvnni) return extended.eax >= 1 && all_set(cpuid(7, 1).eax, kAvxVnni);
+#else
+  (void)kAvxVnni;
 #endif
   return all_set(extended.ebx, kAvx512FDqBwVl) && all_set(extended.ecx, kAvx512Vnni) &&
          all_set(saved_state(), kZmmState);

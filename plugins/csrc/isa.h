@@ -11,7 +11,9 @@
 namespace pagelet {
 
 // Narrowest first: the last one that runs here is chosen. Two extra arguments reach every X.
-#if defined(__x86_64__) || defined(_M_X64)
+#if (defined(__x86_64__) || defined(_M_X64)) && defined(PAGELET_HAS_AVXVNNI)
+#define PAGELET_FOR_EACH_ISA(X, a, b) X(portable, a, b) X(avx2, a, b) X(avxvnni, a, b) X(avx512, a, b)
+#elif defined(__x86_64__) || defined(_M_X64)  // the compiler is older than that instruction set
 #define PAGELET_FOR_EACH_ISA(X, a, b) X(portable, a, b) X(avx2, a, b) X(avx512, a, b)
 #elif defined(__aarch64__) || defined(_M_ARM64)
 #define PAGELET_FOR_EACH_ISA(X, a, b) X(portable, a, b) X(neon, a, b) X(dotprod, a, b)

@@ -2,8 +2,8 @@
 //
 // An output element is one chain of multiply-adds over its inputs, ascending. FP8: each group is such a chain from
 // zero, and its total times the scale is added to the element, group after group. A few rows read the weights as
-// they come from memory, which limits them: several tiles at once make enough chains. Many rows share a panel of
-// a tile, converted to floats once, in the L1 cache.
+// they come from memory, which limits them (FP8 by way of FP16, for which there are instructions): several tiles
+// at once make enough chains. Many rows share a panel of a tile, converted to floats once, in the L1 cache.
 #pragma once
 
 #include "cache_simd.h"
@@ -23,6 +23,7 @@ constexpr int kFloatRows = 6, kMaxSums = 8;
 constexpr int kFloatRows = 2, kMaxSums = 8;
 #endif
 constexpr size_t kPanelFloats = 4096;  // half of a 32 KiB L1 cache
+constexpr size_t kPanelHalves = 4096;
 constexpr size_t kMaxScaledRows = 96;  // rows that share a panel of FP8
 
 PAGELET_INLINE size_t min_of(size_t a, size_t b) { return a < b ? a : b; }
@@ -32,7 +33,7 @@ PAGELET_INLINE constexpr int tiles_at_once(int rows) {
   return kMaxSums >= 4 * rows * kTileVectors ? 4 : kMaxSums >= 2 * rows * kTileVectors ? 2 : 1;
 }
 
-// kWidth weights as floats; those of FP8 times 2^-8.
+// kWidth weights as floats; those of E4M3 times 2^-8.
 struct Float32 {
   static constexpr size_t kBytes = 4;
   PAGELET_INLINE Vec vector(const uint8_t* p) { return load(reinterpret_cast<const float*>(p)); }
@@ -157,10 +158,32 @@ void add_float_panels(const FloatWeights& weights, const FloatRows& rows) {
   }
 }
 
+// A few rows times FP8, by way of panels of halves.
+void add_half_panels(const FloatWeights& weights, const FloatRows& rows) {
+  alignas(64) uint16_t panel[kPanelHalves];
+  const size_t most = kPanelHalves / kTileColumns / weights.tiles;
+  for (size_t k = 0; k < weights.inputs; k += most) {
+    const size_t inputs = min_of(most, weights.inputs - k), count = inputs * kTileColumns;
+    for (size_t t = 0; t < weights.tiles; ++t) {
+      const uint8_t* codes = weights.data + t * weights.stride + k * kTileColumns;
+      for (size_t i = 0; i < count; i += kTileColumns) halves_of_e4m3(codes + i, panel + t * count + i);
+    }
+    const auto* halves = reinterpret_cast<const uint8_t*>(panel);
+    add_few_rows<Float16>({halves, count * sizeof(uint16_t), weights.tiles, inputs},
+                          {rows.x + k, rows.x_stride, rows.sums, rows.sums_stride, rows.count});
+  }
+}
+
 template <typename Element>
 void add_float_rows(const FloatWeights& weights, const FloatRows& rows) {
   if (rows.count <= kFloatRows) return add_few_rows<Element>(weights, rows);
   add_float_panels<Element>(weights, rows);
+}
+
+template <>
+void add_float_rows<E4m3>(const FloatWeights& weights, const FloatRows& rows) {
+  if (rows.count <= kFloatRows) return add_half_panels(weights, rows);
+  add_float_panels<E4m3>(weights, rows);
 }
 
 // sums += scales * totals, where the scales of a tile's columns lie `stride` bytes apart; [rows, 16 * tiles].

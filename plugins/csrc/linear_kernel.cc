@@ -107,7 +107,7 @@ size_t rows_per_block(const LinearTask& task) {
 
 void multiply(const LinearTask& task, size_t first, size_t last) {
   alignas(64) float sums[kMaxRowBlock * kMaxStripTiles * kTileColumns];
-  const size_t row_block = rows_per_block(task), tiles = task.tiles(), strip_tiles = task.strip_tiles();
+  const size_t row_block = rows_per_block(task), tiles = tile_count(task), strip_tiles = tiles_per_strip(task);
   for (size_t row = 0; row < task.rows; row += row_block) {
     const size_t rows = task.rows - row < row_block ? task.rows - row : row_block;
     for (size_t s = first; s < last; ++s) {

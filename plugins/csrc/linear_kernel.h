@@ -14,7 +14,7 @@ constexpr size_t kBlockInputs = 32;  // inputs that share one activation scale
 enum class WeightType : int { int4, int8, fp8, bf16, f16, f32 };
 
 // Integer weights are multiplied with activations quantized to 8 bits, all others with floats.
-constexpr bool is_integer(WeightType type) { return type == WeightType::int4 || type == WeightType::int8; }
+static constexpr bool is_integer(WeightType type) { return type == WeightType::int4 || type == WeightType::int8; }
 
 // 32 activations of one row: x is about scale * codes.
 struct ActivationBlock {
@@ -46,12 +46,18 @@ struct LinearTask {
   const float* bias;      // [columns], gated [2, columns], or null
   const float* residual;  // [rows, columns], added last, or null
   float* out;             // [rows, columns]
-
-  // A strip is the tiles that are reduced together, and the unit of work that threads share.
-  size_t tiles() const { return (columns + kTileColumns - 1) / kTileColumns * (gated ? 2 : 1); }
-  size_t strip_tiles() const { return is_integer(type) ? (gated ? 2 : 1) : 4; }
-  size_t strips() const { return (tiles() + strip_tiles() - 1) / strip_tiles(); }
 };
+
+// A strip is the tiles that are reduced together, and the unit of work that threads share. (Static: see simd.h.)
+static inline size_t tile_count(const LinearTask& task) {
+  return (task.columns + kTileColumns - 1) / kTileColumns * (task.gated ? 2 : 1);
+}
+static inline size_t tiles_per_strip(const LinearTask& task) {
+  return is_integer(task.type) ? (task.gated ? 2 : 1) : 4;
+}
+static inline size_t strip_count(const LinearTask& task) {
+  return (tile_count(task) + tiles_per_strip(task) - 1) / tiles_per_strip(task);
+}
 
 // Each output element is reduced in one fixed order, whatever the rows, strips and threads. AVX2, AVX-512 and NEON
 // give the same bits; portable code rounds a product before it is added.

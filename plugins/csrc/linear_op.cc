@@ -74,7 +74,7 @@ class Linear {
       task.residual = residual.present ? residual.as<const float>() + row * task.columns : nullptr;
       const float* rows_in = input.as<const float>() + row * task.in_features;
       prepare(task, rows_in, {norm.as<const float>(), epsilon_}, context.parallel_for());
-      for_each_range(context.parallel_for(), task.strips(), kMaxWorkItems,
+      for_each_range(context.parallel_for(), strip_count(task), kMaxWorkItems,
                      [&](size_t first, size_t last) { kernel_.multiply(task, first, last); });
     }
   }

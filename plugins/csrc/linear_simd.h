@@ -84,6 +84,30 @@ PAGELET_INLINE Vec load_halves(const uint8_t* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 
+#if defined(PAGELET_SIMD_AVXVNNI)
+
+struct NibbleDots {
+  __m256i sums;
+};
+PAGELET_INLINE void add_dot(NibbleDots& dots, bool first, Bytes w, const int8_t* a) {
+  const __m256i before = first ? _mm256_setzero_si256() : dots.sums;
+  dots.sums = _mm256_dpbusd_avx_epi32(before, w, _mm256_set1_epi32(four_activations(a)));
+}
+PAGELET_INLINE Vec to_floats(const NibbleDots& dots, int32_t sum, int32_t offset) {
+  return _mm256_cvtepi32_ps(_mm256_sub_epi32(dots.sums, _mm256_set1_epi32(offset * sum)));
+}
+
+// As with AVX-512: q + 128 has the bits of q ^ 128.
+struct ByteDots : NibbleDots {};
+PAGELET_INLINE void add_dot(ByteDots& dots, bool first, Bytes w, const int8_t* a) {
+  add_dot(static_cast<NibbleDots&>(dots), first, _mm256_xor_si256(w, _mm256_set1_epi8(-128)), a);
+}
+PAGELET_INLINE Vec to_floats(const ByteDots& dots, int32_t sum, int32_t offset) {
+  return to_floats(static_cast<const NibbleDots&>(dots), sum, offset + 128);
+}
+
+#else
+
 // 16-bit sums, two per column: a block adds at most 8 * 2 * 15 * 127 = 30480 to one.
 struct NibbleDots {
   __m256i pairs;
@@ -112,6 +136,8 @@ PAGELET_INLINE void add_dot(ByteDots& dots, bool first, Bytes w, const int8_t* a
 PAGELET_INLINE Vec to_floats(const ByteDots& dots, int32_t sum, int32_t offset) {
   return _mm256_cvtepi32_ps(_mm256_sub_epi32(dots.sums, _mm256_set1_epi32(offset * sum)));
 }
+
+#endif
 
 #elif defined(PAGELET_SIMD_NEON)
 

@@ -18,6 +18,14 @@ constexpr size_t kMaxDirectRows = 2 * kRowsAtOnce;  // beyond, unpacking once pa
 constexpr size_t kPanelBlocks = 24;                 // blocks of a tile unpacked at once: 15 KB, to stay in L1
 constexpr size_t kPrefetchBytes = 2048;             // ahead of the packed weights
 
+// The dot products of a block as straight code, which only real vector instructions are worth.
+#if (defined(PAGELET_SIMD_AVX512) || defined(PAGELET_SIMD_AVX2) || defined(PAGELET_SIMD_NEON)) && \
+    !defined(PAGELET_EMULATE_AVX512)
+#define PAGELET_UNROLL_DOTS PAGELET_UNROLL
+#else
+#define PAGELET_UNROLL_DOTS
+#endif
+
 // How a group is stored: the codes of its blocks, then its scales, then its minimums.
 struct PackedNibbles {
   using Dots = NibbleDots;
@@ -77,11 +85,11 @@ template <typename Storage, bool kAsymmetric, int kOffset, int kRows>
 PAGELET_INLINE void add_block(const uint8_t* block, const uint8_t* values, const ActivationBlock* activations,
                               size_t row_stride, Vec y[kRows][kParts]) {
   typename Storage::Dots dots[kRows][kParts];
-  PAGELET_UNROLL for (int pair = 0; pair < 4; ++pair) {
-    PAGELET_UNROLL for (int chunk = pair; chunk < 8; chunk += 4) {
-      PAGELET_UNROLL for (int p = 0; p < kParts; ++p) {
+  PAGELET_UNROLL_DOTS for (int pair = 0; pair < 4; ++pair) {
+    PAGELET_UNROLL_DOTS for (int chunk = pair; chunk < 8; chunk += 4) {
+      PAGELET_UNROLL_DOTS for (int p = 0; p < kParts; ++p) {
         const Bytes codes = Storage::codes(block, chunk, p);
-        PAGELET_UNROLL for (int r = 0; r < kRows; ++r) {
+        PAGELET_UNROLL_DOTS for (int r = 0; r < kRows; ++r) {
           add_dot(dots[r][p], chunk == 0, codes, activations[r * row_stride].codes + 4 * chunk);
         }
       }

@@ -11,6 +11,8 @@
 
 #if defined(PAGELET_SIMD_DOTPROD)  // NEON with 8-bit dot products
 #define PAGELET_SIMD_NEON
+#elif defined(PAGELET_SIMD_AVXVNNI)  // AVX2 with 8-bit dot products
+#define PAGELET_SIMD_AVX2
 #endif
 
 #if defined(PAGELET_SIMD_AVX512) || defined(PAGELET_SIMD_AVX2)

@@ -1,4 +1,4 @@
-"""Kernels for other CPUs, emulated: AVX-512 through SIMDe, aarch64 through QEMU."""
+"""Kernels for other CPUs, emulated: AVX-512 and AVX-VNNI through SIMDe, aarch64 through QEMU."""
 
 from __future__ import annotations
 
@@ -35,16 +35,22 @@ def build(folder: str, target: str, *options: str) -> Path:
     return BUILDS / folder
 
 
-def test_avx512_through_simde() -> None:
+@pytest.mark.parametrize(
+    ("isa", "names"),
+    [
+        ("avx512", ("attention_reference", "attention_invariance", "linear", "linear_fused", "float_linear")),
+        ("avxvnni", ("linear", "linear_fused")),  # where it differs from AVX2
+    ],
+)
+def test_x86_through_simde(isa: str, names: tuple[str, ...]) -> None:
     if "avx2" not in native.available_isas():
         pytest.skip("the emulation needs AVX2")
     if not Path("/usr/include/simde/x86/avx512.h").is_file():
         pytest.skip("needs SIMDe's headers (Debian: libsimde-dev)")
     folder = build("emulated-avx512", "pagelet_ops", "-DPAGELET_EMULATE_AVX512=ON")
-    names = ("attention_reference", "attention_invariance", "linear")
     files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in names]
     pytest_command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "not instruction_set"]
-    run([*pytest_command, *files], PAGELET_ISA="avx512", PAGELET_TEST_OPS=str(folder))
+    run([*pytest_command, *files], PAGELET_ISA=isa, PAGELET_TEST_OPS=str(folder))
 
 
 def test_aarch64_through_qemu() -> None:

@@ -1,4 +1,4 @@
-// AVX-512 on a CPU without it: SIMDe's functions under the names of the intrinsics (see PAGELET_EMULATE_AVX512 in
+// AVX-512 and AVX-VNNI on a CPU without them: SIMDe's functions under the names of the intrinsics (see PAGELET_EMULATE_AVX512 in
 // plugins/CMakeLists.txt).
 #pragma once
 
@@ -41,3 +41,11 @@ static inline simde__m512i emulated_cvtepu16_epi32(__m256i words) {
 #define _mm512_cvtps_ph(x, rounding) emulated_cvtps_ph(x)
 #define _mm512_cvtph_ps(half) emulated_cvtph_ps(half)
 #define _mm512_cvtepi32_ps(n) emulated_cvtepi32_ps(n)
+
+static inline __m256i emulated_dpbusd_avx_epi32(__m256i sums, __m256i u8, __m256i s8) {
+  const __m256i low_u8 = _mm256_and_si256(u8, _mm256_set1_epi16(255)), high_u8 = _mm256_srli_epi16(u8, 8);
+  const __m256i low_s8 = _mm256_srai_epi16(_mm256_slli_epi16(s8, 8), 8), high_s8 = _mm256_srai_epi16(s8, 8);
+  sums = _mm256_add_epi32(sums, _mm256_madd_epi16(low_u8, low_s8));
+  return _mm256_add_epi32(sums, _mm256_madd_epi16(high_u8, high_s8));
+}
+#define _mm256_dpbusd_avx_epi32(sums, u8, s8) emulated_dpbusd_avx_epi32(sums, u8, s8)
