@@ -10,8 +10,12 @@ from typing import Any
 import numpy as np
 
 from pagelet.models.errors import PageletError
+from pagelet.models.manifest import Manifest, load_manifest
 from pagelet.runtime import Engine, EngineConfig, SamplingParams
+from pagelet.runtime.cores import physical_cores
+from pagelet.tools import roofline
 from pagelet.tools.memory import peak_rss
+from pagelet.tools.roofline import Phase, Roofline
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,7 @@ class BenchOptions:
     repeat: int = 5
     threads: int | None = None
     kv_memory: str | None = None
+    roofline: bool = True  # take the machine's limits too, afterwards
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,11 @@ class Run:
 
 @dataclass(frozen=True)
 class BenchResult:
-    """Medians over the runs, and the runs."""
+    """Medians over the runs, and the runs.
+
+    `prefill` is all that comes before the last sequence's first token, `decode` one step after that; None
+    for a single new token. `roofline` is None if it was not asked for, or `onnx` is not installed.
+    """
 
     prefill_tokens_per_second: float
     decode_tokens_per_second: float
@@ -47,6 +56,9 @@ class BenchResult:
     time_to_first_token_s: float
     load_s: float
     peak_rss_bytes: int
+    prefill: Phase
+    decode: Phase | None
+    roofline: Roofline | None
     options: BenchOptions
     runs: list[Run] = field(default_factory=list)
 
@@ -78,16 +90,47 @@ def bench(bundle: Path, options: BenchOptions, on_run: Callable[[int, int, str],
     def median(name: str) -> float:
         return float(statistics.median(getattr(run, name) for run in timed))
 
+    memory = peak_rss()  # the roofline takes memory of its own
+    limits = _roofline(options)
+    prefill, decode = _phases(load_manifest(bundle), config, options, timed, limits)
     return BenchResult(
         prefill_tokens_per_second=median("prefill_tokens_per_second"),
         decode_tokens_per_second=median("decode_tokens_per_second"),
         new_tokens_per_second=median("new_tokens_per_second"),
         time_to_first_token_s=median("time_to_first_token_s"),
         load_s=load,
-        peak_rss_bytes=peak_rss(),
+        peak_rss_bytes=memory,
+        prefill=prefill,
+        decode=decode,
+        roofline=limits,
         options=options,
         runs=timed,
     )
+
+
+def _roofline(options: BenchOptions) -> Roofline | None:
+    if not options.roofline:
+        return None
+    try:
+        return roofline.measure(options.threads or physical_cores())
+    except ImportError:  # onnx comes with pagelet[export]
+        return None
+
+
+def _phases(
+    manifest: Manifest, config: EngineConfig, options: BenchOptions, runs: list[Run], limits: Roofline | None
+) -> tuple[Phase, Phase | None]:
+    """Prefill, and one decode step at the mean length, both at their median times."""
+    first = statistics.median(run.time_to_first_token_s for run in runs)
+    work = roofline.prefill_work(manifest, options.prompt_tokens, options.sequences, config.max_step_tokens)
+    prefill = roofline.compare(work, first, limits)
+    if options.new_tokens == 1:
+        return prefill, None
+    steps = options.new_tokens - 1
+    step = statistics.median((run.seconds - run.time_to_first_token_s) / steps for run in runs)
+    context = options.prompt_tokens + options.new_tokens // 2
+    work = roofline.decode_work(manifest, context, options.sequences)
+    return prefill, roofline.compare(work, step, limits)
 
 
 def _run(engine: Engine, options: BenchOptions, index: int) -> Run:

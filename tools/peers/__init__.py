@@ -1,0 +1,1 @@
+"""Measuring pagelet beside other engines: `python -m pagelet.tools.bench_peers`."""

@@ -1,0 +1,1 @@
+"""The processes that run one engine each; no module here imports another, and only one imports pagelet."""
