@@ -13,6 +13,7 @@ import onnx_ir as ir
 from pagelet.exporter.weights import WEIGHTS_NAME, Linear, StoredTensor, StoredWeights
 from pagelet.models.cache import cache_type
 from pagelet.models.spec import ModelSpec
+from pagelet.plugins.packing import LinearFormat
 
 DOMAIN = "pagelet"
 _OPSETS = {"": 21, DOMAIN: 1}
@@ -251,9 +252,11 @@ def _typed(name: str, dtype: str, shape: Sequence[int | str]) -> ir.Value:
 
 
 def _format(linear: Linear) -> dict[str, object]:
-    assert linear.format is not None
-    attributes = {"weight_type": f"int{linear.format.bits}", "group_size": linear.format.group_size}
-    if linear.format.asymmetric:
+    attributes: dict[str, object] = {
+        "weight_type": linear.format.weight_type,
+        "group_size": linear.format.group_size,
+    }
+    if isinstance(linear.format, LinearFormat) and linear.format.asymmetric:
         attributes["asymmetric"] = 1
     return {"in_features": linear.in_features, "out_features": linear.out_features, **attributes}
 

@@ -38,19 +38,19 @@ class FileEntry:
 class TensorEntry:
     """How one stored tensor is held, for `inspect`: its type, its bytes, its exactness."""
 
-    type: str  # "fp32", "int4", "int8"
+    type: str  # "int4", "int8", "fp8", "bf16", "fp16", "fp32"
     shape: tuple[int, ...]
     bytes: int
-    group_size: int = 0
+    group_size: int = 0  # inputs that share a scale; 0: those of an output ("fp8"), or no scale
     symmetric: bool = False
-    exact: bool = False  # the checkpoint's own quantized numbers, passed through unchanged
+    exact: bool = False  # the checkpoint's own numbers, passed through unchanged
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """How the linear weights are stored; `group_size` inputs share a scale."""
+    """How the linear weights are stored: a type, and the inputs that share a scale as in TensorEntry."""
 
-    weights: str  # "fp32" or "int4"
+    weights: str
     quantizer: str = "none"
     group_size: int = 0
     symmetric: bool = False

@@ -23,9 +23,9 @@ def smollm2_gguf() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2_fp32(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The fp32 bundle of SmolLM2."""
+    """The fp32 bundle of SmolLM2, cache included: transformers' numbers are its oracle."""
     bundle = tmp_path_factory.mktemp("smollm2") / "fp32"
-    export(smollm2_gguf, bundle, ExportOptions(weights="fp32"))
+    export(smollm2_gguf, bundle, ExportOptions(weights="fp32", cache_type="f32"))
     return bundle
 
 

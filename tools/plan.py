@@ -5,21 +5,25 @@ from typing import Any
 
 from pagelet.models.cache import CACHE_TYPES, cache_bytes_per_token
 from pagelet.models.spec import ModelSpec
+from pagelet.plugins.float_packing import FloatFormat
 from pagelet.plugins.packing import LinearFormat
 from pagelet.runtime import EngineConfig
 from pagelet.runtime.cache_layout import CacheShape
 
 BLOCK_SIZE = 32  # the exporter's default for the CPU
 
-# Bytes of one weight matrix [out, in] in each type that a plan can compare.
-_FORMATS = {
+# Storage of a weight matrix [out, in] in each type that a plan can compare.
+_FORMATS: dict[str, LinearFormat | FloatFormat] = {
     "int4": LinearFormat(4, 32, asymmetric=True),
     "int4-symmetric": LinearFormat(4, 32, asymmetric=False),
     "int8": LinearFormat(8, 32, asymmetric=False),
+    "fp8": FloatFormat("fp8"),
+    "fp16": FloatFormat("f16"),
+    "bf16": FloatFormat("bf16"),
+    "fp32": FloatFormat("f32"),
 }
-_TABLES = {"int4": "int8", "int4-symmetric": "int8"}  # the exporter's default
-_PLAIN = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-WEIGHT_TYPES = (*_FORMATS, *_PLAIN)
+_TABLES = {"int4": "int8", "int4-symmetric": "int8", "fp8": "fp16"}  # the exporter's default
+WEIGHT_TYPES = tuple(_FORMATS)
 
 
 @dataclass(frozen=True)
@@ -67,11 +71,10 @@ def _tensor_bytes(shape: tuple[int, ...], kind: str) -> int:
     if len(shape) == 1:
         return 4 * shape[0]
     rows, columns = shape
-    if kind in _PLAIN:
-        return rows * columns * _PLAIN[kind]
-    # Inputs that do not divide into groups are refused by the exporter; a plan rounds them up.
     format = _FORMATS[kind]
-    return format.packed_bytes(-(-columns // format.group_size) * format.group_size, rows)
+    # Inputs that do not divide into groups are refused by the exporter; a plan rounds them up.
+    group = format.group_size or 1
+    return format.packed_bytes(-(-columns // group) * group, rows)
 
 
 def plan(

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from pagelet.exporter.checkpoint.files import SourceFile
 from pagelet.models.errors import CheckpointError
 from pagelet.models.spec import ModelSpec, source_name
+from pagelet.plugins.float_packing import E4M3_VALUES
 
 # So many faults are named in one error; the rest are counted.
 _NAMED = 5
@@ -62,6 +63,28 @@ class Blocks:
         return 8 if self.kind == "Q8_0" else 4
 
 
+@dataclass(frozen=True)
+class Fp8Rows:
+    """Rows exactly as the file has them: w = scale · code.
+
+    Attributes:
+        codes: E4M3, uint8 [rows, in].
+        scales: float32 [rows, groups].
+        group_size: inputs that share a scale; 0: all of them.
+    """
+
+    codes: NDArray[np.uint8]
+    scales: NDArray[np.float32]
+    group_size: int
+
+    def values(self) -> NDArray[np.float32]:
+        """The weight, float32 [rows, in]; a last group may be cut short."""
+        values: NDArray[np.float32] = E4M3_VALUES[self.codes]
+        width = values.shape[1]
+        values *= np.repeat(self.scales, self.group_size or width, axis=1)[:, :width]
+        return values
+
+
 class Checkpoint(abc.ABC):
     """An opened checkpoint; a context manager that closes its files.
 
@@ -106,6 +129,10 @@ class Checkpoint(abc.ABC):
 
     def read_blocks(self, role: str, start: int = 0, stop: int | None = None) -> Blocks | None:
         """The same rows as the file's own codes and scales; None if it is not of such a type."""
+        return None
+
+    def read_fp8(self, role: str, start: int = 0, stop: int | None = None) -> Fp8Rows | None:
+        """The same rows as the file's own FP8 codes and scales; None if it is not of that type."""
         return None
 
     def describe(self) -> dict[str, Any]:

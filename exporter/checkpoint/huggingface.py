@@ -1,16 +1,18 @@
 """A Hugging Face folder: config.json and one or many safetensors files."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from pagelet.exporter.checkpoint.base import Checkpoint, TensorInfo, match_weights
+from pagelet.exporter.checkpoint.base import Checkpoint, Fp8Rows, TensorInfo, match_weights
 from pagelet.exporter.checkpoint.files import SourceFile, read_json
+from pagelet.exporter.checkpoint.fp8 import FP8_COMPANIONS, FP8_DTYPE, read_scales
 from pagelet.exporter.checkpoint.safetensors_header import read_header
 from pagelet.models.errors import CheckpointError
 from pagelet.models.spec import ModelSpec, source_name, spec_from_config
@@ -28,13 +30,44 @@ _COMPARE_BYTES = 1 << 20
 
 
 class HuggingFaceCheckpoint(Checkpoint):
-    """Weights from safetensors files; F32, F16 and BF16, each widened to float32 exactly."""
+    """Weights from safetensors files; F32, F16 and BF16, each widened to float32 exactly, and scaled FP8."""
 
     kind = "safetensors"
 
+    def __init__(
+        self,
+        folder: Path,
+        config: Mapping[str, Any],
+        spec: ModelSpec,
+        files: Mapping[str, SourceFile],
+        tensors: Mapping[str, TensorInfo],
+        weights: Mapping[str, TensorInfo],
+        notes: Iterable[str],
+    ) -> None:
+        super().__init__(folder, spec, files, tensors, weights, folder, notes)
+        self._scales = {
+            role: read_scales(info, tensors, config, self._whole)
+            for role, info in weights.items()
+            if info.dtype == FP8_DTYPE
+        }
+
     def read(self, role: str, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
-        info = self.weights[role]
-        raw = self._read_rows(info, *self._rows(role, start, stop))
+        fp8 = self.read_fp8(role, start, stop)
+        if fp8 is not None:
+            return fp8.values()
+        return self._floats(self.weights[role], *self._rows(role, start, stop))
+
+    def read_fp8(self, role: str, start: int = 0, stop: int | None = None) -> Fp8Rows | None:
+        if role not in self._scales:
+            return None
+        start, stop = self._rows(role, start, stop)
+        return self._scales[role].rows(self._read_rows(self.weights[role], start, stop), start)
+
+    def _whole(self, info: TensorInfo) -> NDArray[np.float32]:
+        return self._floats(dataclasses.replace(info, shape=info.shape or (1,)), 0, (info.shape or (1,))[0])
+
+    def _floats(self, info: TensorInfo, start: int, stop: int) -> NDArray[np.float32]:
+        raw = self._read_rows(info, start, stop)
         with np.errstate(invalid="ignore"):  # a NaN is for the quantizer to report
             values = raw.view(_DTYPES[info.dtype]).astype(np.float32, copy=False)
         return values.reshape(-1, *info.shape[1:])
@@ -47,7 +80,9 @@ def open_huggingface(folder: Path) -> HuggingFaceCheckpoint:
         CheckpointError: a file is missing or damaged, or the weights are not those of the config.
         UnsupportedError: an architecture or dtype that is not known.
     """
-    spec = spec_from_config(read_json(folder / "config.json"))
+    config = read_json(folder / "config.json")
+    spec = spec_from_config(config)
+    fp8 = bool(config.get("quantization_config"))  # `spec_from_config` accepts no other kind
     with ExitStack() as stack:
         files: dict[str, SourceFile] = {}
         tensors: dict[str, TensorInfo] = {}
@@ -63,8 +98,10 @@ def open_huggingface(folder: Path) -> HuggingFaceCheckpoint:
                 tensors[tensor] = info
         _check_index(folder, tensors)
         spec, notes = _settle_tie(spec, tensors, files)
-        weights = match_weights(spec, tensors, spec.row.hf_names, _ignored(spec), _DTYPES, str(folder))
-        checkpoint = HuggingFaceCheckpoint(folder, spec, files, tensors, weights, folder, notes)
+        ignored = (*_ignored(spec), *(FP8_COMPANIONS if fp8 else ()))
+        readable = (*_DTYPES, *((FP8_DTYPE,) if fp8 else ()))
+        weights = match_weights(spec, tensors, spec.row.hf_names, ignored, readable, str(folder))
+        checkpoint = HuggingFaceCheckpoint(folder, config, spec, files, tensors, weights, notes)
         stack.pop_all()
     return checkpoint
 

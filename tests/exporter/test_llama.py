@@ -51,7 +51,7 @@ def reference_logits(checkpoint: Path, ids: list[int]) -> np.ndarray[Any, Any]:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_fp32_equals_transformers(variant: str, make_llama: Callable[..., Path], tmp_path: Path) -> None:
     checkpoint = make_llama(**VARIANTS[variant])
-    export(checkpoint, tmp_path / "bundle", ExportOptions(weights="fp32"))
+    export(checkpoint, tmp_path / "bundle", ExportOptions(weights="fp32", cache_type="f32"))
     ids = np.random.default_rng(1).integers(2, 258, 200).tolist()
     expected = reference_logits(checkpoint, ids)
     with Engine.open(tmp_path / "bundle", EngineConfig(kv_memory="16MiB")) as engine:

@@ -48,7 +48,11 @@ def test_logits_and_greedy_tokens_equal_transformers(
 ) -> None:
     model = write(tmp_path / "checkpoint", mixed)
     byte_tokenizer(tmp_path / "checkpoint")
-    export(tmp_path / "checkpoint", tmp_path / "b", ExportOptions(weights="fp32", block_size=block_size))
+    export(
+        tmp_path / "checkpoint",
+        tmp_path / "b",
+        ExportOptions(weights="fp32", cache_type="f32", block_size=block_size),
+    )
     assert load_manifest(tmp_path / "b").spec.window_groups == ((0, 40) if mixed else (40,))
     ids = np.random.default_rng(1).integers(2, 258, 200).tolist()
     with torch.no_grad():

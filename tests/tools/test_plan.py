@@ -1,11 +1,14 @@
 """The arithmetic of memory, against known cases and against real bundles."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from pagelet.exporter import ExportOptions, export
+from pagelet.exporter.options import WEIGHTS
 from pagelet.models.cache import CACHE_TYPES, cache_bytes_per_token
 from pagelet.models.errors import UnsupportedError
 from pagelet.models.manifest import load_manifest
@@ -52,6 +55,16 @@ def test_the_plan_of_a_bundle_is_the_bundle(smollm2_int4: Path) -> None:
     assert weight_bytes(manifest.spec, "int4") == stored + norms
 
 
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_the_plan_of_every_weight_type_is_its_bundle(
+    weights: str, make_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    manifest = export(make_llama(), tmp_path / "b", ExportOptions(weights=weights))
+    stored = sum(entry.bytes for entry in manifest.tensors.values())
+    norms = sum(4 * shape[0] for _, shape in manifest.spec.weight_shapes() if len(shape) == 1)
+    assert weight_bytes(manifest.spec, weights) == stored + norms
+
+
 def test_what_fits_is_what_is_left_beside_the_weights() -> None:
     weights = weight_bytes(LLAMA_70B, "int4")
     block = 32 * cache_bytes_per_token(LLAMA_70B, "f16")
@@ -71,7 +84,7 @@ def test_layers_with_a_window_hold_no_more_than_it() -> None:
 
 def test_the_plan_is_what_the_engine_allocates(smollm2_int4: Path) -> None:
     manifest = load_manifest(smollm2_int4)
-    made = plan(manifest.spec, 1 << 40, cache_type="f32", context=1024, sequences=3)
+    made = plan(manifest.spec, 1 << 40, cache_type=manifest.cache_type, context=1024, sequences=3)
     with Engine.open(smollm2_int4, EngineConfig(kv_memory=made.cache_bytes)) as engine:
         stats = engine.stats()
         assert stats.kv_bytes == made.cache_bytes

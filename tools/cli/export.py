@@ -9,14 +9,20 @@ from pagelet.models.cache import CACHE_TYPES
 from pagelet.models.errors import InputError, PageletError
 from pagelet.models.manifest import Manifest
 
+# As the exporter has them, which is imported only when it runs.
+WEIGHTS = ("int4", "int8", "fp8", "fp16", "bf16", "fp32")
+
 
 def add_parsers(commands: Any) -> None:
     parser = commands.add_parser("export", help="export a checkpoint into a bundle", description=__doc__)
     parser.add_argument("source", type=Path, metavar="SRC", help="a Hugging Face folder or a .gguf file")
     parser.add_argument("out", type=Path, metavar="OUT", help="the bundle's folder, made new")
-    parser.add_argument("--weights", choices=("int4", "fp32"), default="int4", help="default: %(default)s")
+    parser.add_argument("--weights", choices=WEIGHTS, default="int4", help="default: %(default)s")
     parser.add_argument(
-        "--group-size", type=int, choices=(32, 64, 128), help="int4: inputs of a scale; default: 32"
+        "--group-size",
+        type=int,
+        choices=(32, 64, 128),
+        help="inputs of a scale; default: 32 (int4, int8), all of an output (fp8)",
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--symmetric", action="store_true", help="int4: a scale per group")
@@ -49,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
     export, options_type, bar = _exporter()
     options = options_type(
         weights=args.weights,
-        group_size=args.group_size or 32,
+        group_size=args.group_size,
         symmetric=args.symmetric,
         embedding=args.embedding or "int8",
         target=args.target,
@@ -66,7 +72,6 @@ def run(args: argparse.Namespace) -> None:
 def _check_int4_options(args: argparse.Namespace) -> None:
     """Nothing that was asked for is ignored in silence."""
     given = {
-        "--group-size": args.group_size,
         "--embedding": args.embedding,
         "--symmetric": args.symmetric,
         "--asymmetric": args.asymmetric,
@@ -89,11 +94,9 @@ def _exporter() -> tuple[Any, Any, Any]:
 def summary(out: Path, manifest: Manifest) -> str:
     """What was made, in two lines."""
     size = sum(entry.bytes for entry in manifest.files.values())
-    quantized = [entry for entry in manifest.tensors.values() if entry.group_size]
-    exact = sum(entry.exact for entry in quantized)
+    exact = sum(entry.exact for entry in manifest.tensors.values())
     lines = [f"{out}: {manifest.spec.architecture}, {manifest.quantization.weights}, {size / 1e6:.1f} MB"]
     if exact:
-        lines.append(
-            f"{exact} of {len(quantized)} quantized tensors are the checkpoint's own numbers, unchanged"
-        )
+        total = len(manifest.tensors)
+        lines.append(f"{exact} of {total} matrices are the checkpoint's own numbers, unchanged")
     return "\n".join(lines)

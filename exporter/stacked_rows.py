@@ -1,0 +1,169 @@
+"""The rows of several weights as if they were one matrix: read, rounded and packed a few tiles at a time."""
+
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagelet.exporter.checkpoint import Blocks, Checkpoint
+from pagelet.models.errors import CheckpointError
+from pagelet.plugins import float_packing, packing
+from pagelet.plugins.float_packing import FloatFormat, FloatParts
+from pagelet.plugins.packing import TILE_COLUMNS, LinearFormat, Quantized
+
+T = TypeVar("T", bound=np.generic)
+WeightFormat = LinearFormat | FloatFormat
+
+# Floats of one piece; bounds the exporter's memory whatever the tensor's size.
+PIECE = 4 << 20
+# The checkpoint's numbers that a plain float holds unchanged.
+_EXACT = {"f32": {"F32", "F16", "BF16"}, "f16": {"F16"}, "bf16": {"BF16"}}
+
+
+class StackedRows:
+    """Weights that follow one another, or, `interleaved`, two of the same shape that alternate tile by tile.
+
+    Attributes:
+        width: inputs.
+        count: rows in all.
+        exact: whether every weight has numbers of its own that `format` holds unchanged.
+
+    Raises:
+        CheckpointError: the weights do not fit the format; by their names.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, roles: Sequence[str], format: WeightFormat, *, interleaved: bool
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._roles = roles
+        self._format = format
+        self._interleaved = interleaved
+        sizes = [checkpoint.weights[role].shape for role in roles]
+        self.width = sizes[0][1]
+        self._starts = np.cumsum([0, *(rows for rows, _ in sizes)]).tolist()
+        self.count: int = self._starts[-1]
+        self._check_shape()
+        self.exact = self._is_exact()
+
+    def pieces(self) -> Iterator[NDArray[np.uint8]]:
+        """The packed bytes of all rows, in order."""
+        unit = 2 * TILE_COLUMNS if self._interleaved else TILE_COLUMNS
+        step = max(PIECE // self.width // unit, 1) * unit
+        for start in range(0, self.count, step):
+            stop = min(start + step, self.count)
+            try:
+                yield self._packed(start, stop)
+            except ValueError as error:
+                raise CheckpointError(f"{self._names()}: {error}") from error
+
+    def _packed(self, start: int, stop: int) -> NDArray[np.uint8]:
+        if isinstance(self._format, FloatFormat):
+            own = self.exact and self._format.type == "fp8"
+            values = (
+                self._own_fp8(start, stop, self._format.groups(self.width))
+                if own
+                else float_packing.quantize(self._floats(start, stop), self._format)
+            )
+            return float_packing.pack(*values, self._format)
+        if self.exact:
+            return packing.pack(*self._own_codes(start, stop, self._format), self._format)
+        codes = packing.quantize_rtn(self._floats(start, stop), self._format)
+        return packing.pack(*codes, self._format)
+
+    def _check_shape(self) -> None:
+        if self._interleaved and self.count % (2 * TILE_COLUMNS):
+            raise CheckpointError(
+                f"{self._names()}: {self.count // 2} outputs; "
+                f"this version needs a multiple of {TILE_COLUMNS}."
+            )
+        group = self._format.group_size
+        if group and self.width % group:
+            raise CheckpointError(
+                f"{self._names()}: {self.width} inputs do not divide into groups of {group}; "
+                "choose a smaller --group-size, or --weights fp32."
+            )
+
+    def _is_exact(self) -> bool:
+        if isinstance(self._format, FloatFormat):
+            if self._format.type == "fp8":
+                own = [self._checkpoint.read_fp8(role, 0, 1) for role in self._roles]
+                return all(rows and rows.group_size in (0, self._format.group_size) for rows in own)
+            held = _EXACT[self._format.type]
+            return all(self._checkpoint.weights[role].dtype in held for role in self._roles)
+        blocks = [self._checkpoint.read_blocks(role, 0, 1) for role in self._roles]
+        return all(block is not None and _fits(block, self._format) for block in blocks)
+
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
+        """(role, first row, last row) of each weight that rows [start, stop) touch."""
+        if self._interleaved:
+            yield from ((role, start // 2, stop // 2) for role in self._roles)
+            return
+        for role, first, last in zip(self._roles, self._starts, self._starts[1:], strict=False):
+            if start < last and stop > first:
+                yield role, max(start, first) - first, min(stop, last) - first
+
+    def _floats(self, start: int, stop: int) -> NDArray[np.float32]:
+        return self._stack(
+            [read_finite(self._checkpoint, role, low, high) for role, low, high in self._parts(start, stop)]
+        )
+
+    def _own_codes(self, start: int, stop: int, format: LinearFormat) -> Quantized:
+        """The checkpoint's own codes, scales and minimums."""
+        parts = []
+        for role, low, high in self._parts(start, stop):
+            block = self._checkpoint.read_blocks(role, low, high)
+            assert block is not None
+            parts.append((block.codes, block.scales, _minimums(block, format)))
+        codes, scales, minimums = zip(*parts, strict=True)
+        return self._stack(codes), self._stack(scales), self._stack(minimums) if format.asymmetric else None
+
+    def _own_fp8(self, start: int, stop: int, groups: int) -> FloatParts:
+        """The checkpoint's own FP8 codes, and scales for so many groups."""
+        parts = []
+        for role, low, high in self._parts(start, stop):
+            rows = self._checkpoint.read_fp8(role, low, high)
+            assert rows is not None
+            parts.append((rows.codes, np.broadcast_to(rows.scales, (high - low, groups))))
+        codes, scales = zip(*parts, strict=True)
+        return self._stack(codes), self._stack(scales)
+
+    def _stack(self, parts: Sequence[NDArray[T]]) -> NDArray[T]:
+        if not self._interleaved:
+            return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        width = parts[0].shape[1]
+        return np.stack([part.reshape(-1, TILE_COLUMNS, width) for part in parts], axis=1).reshape(-1, width)
+
+    def _names(self) -> str:
+        return ", ".join(self._checkpoint.weights[role].name for role in self._roles)
+
+
+def _fits(block: Blocks, format: LinearFormat) -> bool:
+    if format.group_size != 32 or block.bits != format.bits:
+        return False
+    return format.asymmetric or block.minimums is None
+
+
+def _minimums(block: Blocks, format: LinearFormat) -> NDArray[np.float16] | None:
+    """Q4_0's d·(q−8) is d·q + (−8·d), exactly: eight is a power of two."""
+    if not format.asymmetric or block.minimums is not None:
+        return block.minimums
+    minimums: NDArray[np.float16] = block.scales * np.float16(-8)
+    return minimums
+
+
+def read_finite(
+    checkpoint: Checkpoint, role: str, start: int = 0, stop: int | None = None
+) -> NDArray[np.float32]:
+    """Rows [start:stop] of a weight as float32.
+
+    Raises:
+        CheckpointError: they hold NaN or infinity.
+    """
+    values = checkpoint.read(role, start, stop)
+    if not np.isfinite(values).all():
+        raise CheckpointError(
+            f"{checkpoint.weights[role].name} holds NaN or infinity: the file is damaged; download it again."
+        )
+    return values
