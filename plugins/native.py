@@ -1,8 +1,8 @@
 """Finds the library of native ops, registers it with ONNX Runtime, and says which instruction sets it has.
 
 The library is chosen and loaded only when asked for. The environment variable ``PAGELET_ISA`` (``portable``,
-``avx2``, ``avxvnni``, ``avx512``, ``neon``, ``dotprod``) forces an instruction set; unset, the widest that this
-CPU has is used.
+``avx2``, ``avxvnni``, ``avx512``, ``neon``, ``dotprod``) forces an instruction set; unset, the widest of
+this CPU is used.
 """
 
 from __future__ import annotations
