@@ -51,6 +51,7 @@ struct AttentionItem {
   // [row_end - row_begin, partition_count, state_floats], for `merge`.
   float* partials;
   int64_t first_partition, partition_count;
+  int64_t merge;  // the merge that waits for this item, or -1
 };
 
 // A state: accumulator [head_size], maximum, sum; padded to whole cache lines.

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <string>
+#include <type_traits>
 
 #include "attention.h"
 #include "attention_plan.h"
@@ -38,8 +39,15 @@ enum Output { kOutput, kKeyCacheOut, kValueCacheOut, kKeyScaleCacheOut, kValueSc
 
 constexpr int64_t kTokensPerWrite = 16;
 
-void require(bool condition, const std::string& message) {
-  if (!condition) throw std::invalid_argument("PagedAttention: " + message);
+// The message is a text, or a function that makes one: only an error should cost an allocation.
+template <typename Message>
+void require(bool condition, const Message& message) {
+  if (condition) return;
+  if constexpr (std::is_invocable_v<Message>) {
+    throw std::invalid_argument("PagedAttention: " + std::string(message()));
+  } else {
+    throw std::invalid_argument("PagedAttention: " + std::string(message));
+  }
 }
 
 // A cache type: what the host calls it, and its kernels.
@@ -130,7 +138,8 @@ class PagedAttention {
       {kValueScaleCache, kValueScaleCacheOut},
   };
 
-  PagedAttention(const ort::Api& api, const ort::KernelInfo* info) : attributes_(api, info) {}
+  PagedAttention(const ort::Api& api, const ort::KernelInfo* info)
+      : attributes_(api, info), cosine_(api, info, kCosCache), sine_(api, info, kSinCache) {}
 
   void compute(const ort::Context& context) const {
     AttentionArgs args{};
@@ -159,25 +168,28 @@ class PagedAttention {
     args.window = std::max<int64_t>(0, attributes_.local_window_size);
     args.softcap = attributes_.softcap;
     require(args.block_size > 0, "key_cache has blocks of 0 tokens");
-    require(args.head_size % 8 == 0 && args.head_size > 0 && args.head_size <= kMaxHeadSize,
-            "the head size (last dimension of key_cache) is " + std::to_string(args.head_size) +
-                ", expected a multiple of 8 up to " + std::to_string(kMaxHeadSize));
+    require(args.head_size % 8 == 0 && args.head_size > 0 && args.head_size <= kMaxHeadSize, [&] {
+      return "the head size (last dimension of key_cache) is " + std::to_string(args.head_size) +
+             ", expected a multiple of 8 up to " + std::to_string(kMaxHeadSize);
+    });
     args.scale = attributes_.scale > 0 ? attributes_.scale : 1.0f / std::sqrt(float(args.head_size));
   }
 
   static void read_scales(const ort::Context& context, AttentionArgs& args) {
     const ort::Tensor key = context.input(kKeyScaleCache), value = context.input(kValueScaleCache);
     if constexpr (Cache::kScaled) {
-      require(key.present && value.present,
-              std::string(Cache::kName) + " caches need key_scale_cache and value_scale_cache");
+      require(key.present && value.present, [] {
+        return std::string(Cache::kName) + " caches need key_scale_cache and value_scale_cache";
+      });
       ort::expect_shape(key, "key_scale_cache", {args.blocks, args.block_size, args.kv_num_heads});
       ort::expect_shape(value, "value_scale_cache", {args.blocks, args.block_size, args.kv_num_heads});
       args.key_scale_cache = key.as<float>();
       args.value_scale_cache = value.as<float>();
     } else {
-      require(!key.present && !value.present,
-              "key_scale_cache and value_scale_cache belong to int8 and float8e4m3fn caches, this cache is " +
-                  std::string(Cache::kName));
+      require(!key.present && !value.present, [] {
+        return "key_scale_cache and value_scale_cache belong to int8 and float8e4m3fn caches, this cache is " +
+               std::string(Cache::kName);
+      });
     }
   }
 
@@ -217,15 +229,16 @@ class PagedAttention {
   }
 
   void read_rotation(const ort::Context& context, AttentionArgs& args) const {
-    const ort::Tensor cosine = context.input(kCosCache), sine = context.input(kSinCache);
+    const ort::Tensor cosine = cosine_.get(context), sine = sine_.get(context);
     const ort::Tensor positions = context.input(kPositionIds);
     require(cosine.present == sine.present, "cos_cache and sin_cache must be given together");
     if (!cosine.present) return;
     require(positions.present, "cos_cache and sin_cache need position_ids");
     args.rotary_dim = attributes_.rotary_dim > 0 ? attributes_.rotary_dim : args.head_size;
-    require(args.rotary_dim <= args.head_size, "rotary_dim is " + std::to_string(args.rotary_dim) +
-                                                   ", expected at most the head size " +
-                                                   std::to_string(args.head_size));
+    require(args.rotary_dim <= args.head_size, [&] {
+      return "rotary_dim is " + std::to_string(args.rotary_dim) + ", expected at most the head size " +
+             std::to_string(args.head_size);
+    });
     ort::expect_shape(cosine, "cos_cache", {-1, args.rotary_dim / 2});
     ort::expect_shape(sine, "sin_cache", {cosine.dims[0], args.rotary_dim / 2});
     ort::expect_shape(positions, "position_ids", {args.tokens});
@@ -240,9 +253,10 @@ class PagedAttention {
     const int64_t cache[] = {args.blocks, args.block_size, args.kv_num_heads, args.head_size};
     const int64_t rows[] = {args.tokens, args.num_heads * args.head_size};
     const auto in_place = [&](Output output, size_t rank, const void* input) {
-      const ort::Tensor bound = context.output(output, cache, rank);
-      require(bound.present, "a cache that is written must be an output too, its scales as well");
-      require(args.blocks == 0 || bound.data == input,
+      const void* bound = context.output(output, cache, rank);
+      if (args.blocks == 0) return;
+      require(bound != nullptr, "a cache that is written must be an output too, its scales as well");
+      require(bound == input,
               "the caches are updated in place: bind the same OrtValue as cache input and cache output");
     };
     in_place(kKeyCacheOut, 4, args.key_cache);
@@ -251,7 +265,7 @@ class PagedAttention {
       in_place(kKeyScaleCacheOut, 3, args.key_scale_cache);
       in_place(kValueScaleCacheOut, 3, args.value_scale_cache);
     }
-    args.output = context.output(kOutput, rows, 2).template as<float>();
+    args.output = static_cast<float*>(context.output(kOutput, rows, 2));
   }
 
   static void run(const ParallelFor& parallel_for, const AttentionArgs& args) {
@@ -265,13 +279,16 @@ class PagedAttention {
       const int64_t begin = int64_t(i) * kTokensPerWrite;
       kernel.write_cache(args, shared.slots.data(), begin, std::min(args.tokens, begin + kTokensPerWrite));
     });
-    for_each(parallel_for, shared.items.size(),
-             [&](size_t i) { kernel.attend(args, shared.items[i], thread_scratch(scratch)); });
-    for_each(parallel_for, shared.merges.size(),
-             [&](size_t i) { kernel.merge(args, shared.merges[i], thread_scratch(scratch)); });
+    for_each(parallel_for, shared.items.size(), [&](size_t i) {
+      const AttentionItem& item = shared.items[i];
+      kernel.attend(args, item, thread_scratch(scratch));
+      if (item.merge < 0 || shared.unfinished[size_t(item.merge)].fetch_sub(1) > 1) return;
+      kernel.merge(args, shared.merges[size_t(item.merge)], thread_scratch(scratch));  // whoever comes last
+    });
   }
 
   Attributes attributes_;
+  ort::ConstantInput cosine_, sine_;
 };
 
 }  // namespace

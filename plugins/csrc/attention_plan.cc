@@ -100,7 +100,7 @@ void add_items(const AttentionArgs& args, int64_t sequence, int64_t block,
     const int64_t first = first_visible(args, past + begin / group) / kPartitionKeys;
     const int64_t last = (past + (end - 1) / group) / kPartitionKeys;
     for (int64_t head = 0; head < args.kv_num_heads; ++head) {
-      items.push_back({sequence, head, begin, end, first, last + 1, nullptr, first, last + 1 - first});
+      items.push_back({sequence, head, begin, end, first, last + 1, nullptr, first, last + 1 - first, -1});
     }
   }
 }
@@ -117,11 +117,18 @@ void split_items(const AttentionArgs& args, AttentionPlan& plan) {
   plan.merges.swap(plan.items);
   plan.items.clear();
   if (plan.partials.size() < floats) plan.partials.resize(floats);
+  if (plan.unfinished_size < plan.merges.size()) {
+    plan.unfinished_size = plan.merges.size();
+    plan.unfinished = std::make_unique<std::atomic<int>[]>(plan.unfinished_size);
+  }
   float* partials = plan.partials.data();
-  for (AttentionItem& item : plan.merges) {
+  for (size_t merge = 0; merge < plan.merges.size(); ++merge) {
+    AttentionItem& item = plan.merges[merge];
     item.partials = partials;
     partials += size_t((item.row_end - item.row_begin) * item.partition_count) * state;
     const int64_t step = (item.partition_count + pieces - 1) / pieces;
+    item.merge = int64_t(merge);
+    plan.unfinished[merge] = int((item.partition_count + step - 1) / step);
     for (int64_t begin = item.partition_begin; begin < item.partition_end; begin += step) {
       plan.items.push_back(item);
       plan.items.back().partition_begin = begin;

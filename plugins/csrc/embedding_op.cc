@@ -100,7 +100,7 @@ class Embedding {
                                   ", expected 0 to " + std::to_string(rows - 1));
     }
     const int64_t dims[] = {tokens, static_cast<int64_t>(format_.in_features)};
-    float* out = context.output(0, dims, 2).as<float>();
+    auto* out = static_cast<float*>(context.output(0, dims, 2));
     for_each(context.parallel_for(), static_cast<size_t>(tokens), [&](size_t t) {
       dequantize_row(format_, weight, static_cast<size_t>(ids[t]), out + t * format_.in_features);
     });

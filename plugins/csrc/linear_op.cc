@@ -37,6 +37,9 @@ class Linear {
 
   Linear(const ort::Api& api, const ort::KernelInfo* info)
       : format_(api, info),
+        weight_(api, info, 1),
+        bias_(api, info, 2),
+        norm_(api, info, 3),
         epsilon_(ort::attribute(api, info, "epsilon", 1e-5f)),
         gated_(ort::attribute(api, info, "gated", int64_t{0}) != 0),
         kernel_(PAGELET_KERNEL(LinearKernel, linear_kernel, selected_isa())) {
@@ -47,8 +50,8 @@ class Linear {
   }
 
   void compute(const ort::Context& context) const {
-    const ort::Tensor input = context.input(0), weight = context.input(1), bias = context.input(2);
-    const ort::Tensor norm = context.input(3), residual = context.input(4);
+    const ort::Tensor input = context.input(0), weight = weight_.get(context), bias = bias_.get(context);
+    const ort::Tensor norm = norm_.get(context), residual = context.input(4);
     const auto in_features = static_cast<int64_t>(format_.in_features);
     const auto columns = static_cast<int64_t>(format_.out_features / (gated_ ? 2 : 1));
     ort::expect_shape(input, "input", {-1, in_features});
@@ -66,7 +69,7 @@ class Linear {
     task.columns = static_cast<size_t>(columns);
     task.bias = bias.as<const float>();
     const int64_t dims[] = {input.dims[0], columns};
-    float* out = context.output(0, dims, 2).as<float>();
+    auto* out = static_cast<float*>(context.output(0, dims, 2));
     const auto rows = static_cast<size_t>(input.dims[0]);
     for (size_t row = 0; row < rows; row += kMaxRows) {
       task.rows = std::min(kMaxRows, rows - row);
@@ -105,6 +108,7 @@ class Linear {
   }
 
   LinearFormat format_;
+  ort::ConstantInput weight_, bias_, norm_;
   float epsilon_;
   bool gated_;
   const LinearKernel& kernel_;

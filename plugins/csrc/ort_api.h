@@ -42,7 +42,6 @@ enum Characteristic : int { kRequired = 0, kOptional = 1 };
   F(CustomOpDomain_Add, 27, Status*, (CustomOpDomain*, const CustomOp*))                            \
   F(AddCustomOpDomain, 28, Status*, (SessionOptions*, CustomOpDomain*))                             \
   F(GetTensorMutableData, 51, Status*, (Value*, void** out))                                        \
-  F(GetTensorElementType, 60, Status*, (const TensorInfo*, ElementType* out))                       \
   F(GetDimensionsCount, 61, Status*, (const TensorInfo*, size_t* out))                              \
   F(GetDimensions, 62, Status*, (const TensorInfo*, int64_t* dims, size_t count))                   \
   F(GetTensorTypeAndShape, 65, Status*, (const Value*, TensorInfo** out))                           \

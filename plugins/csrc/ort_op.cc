@@ -17,8 +17,7 @@ Tensor describe(const Api& api, const Value* value) {
   tensor.present = true;
   TensorInfo* info = nullptr;
   check(api, api.GetTensorTypeAndShape(value, &info));
-  Status* status = api.GetTensorElementType(info, &tensor.type);
-  if (!status) status = api.GetDimensionsCount(info, &tensor.rank);
+  Status* status = api.GetDimensionsCount(info, &tensor.rank);
   const bool fits = tensor.rank <= kMaxRank;
   if (!status && fits) status = api.GetDimensions(info, tensor.dims, tensor.rank);
   api.ReleaseTensorTypeAndShapeInfo(info);
@@ -58,22 +57,36 @@ void expect_shape(const Tensor& tensor, const char* name, std::initializer_list<
                               ", expected " + shape_text(expected.begin(), expected.size()));
 }
 
+Context::Context(const Api& api, KernelContext* context) : api_(api), context_(context) {
+  check(api_, api_.KernelContext_GetInputCount(context_, &inputs_));
+  check(api_, api_.KernelContext_GetOutputCount(context_, &outputs_));
+}
+
 Tensor Context::input(size_t index) const {
-  size_t count = 0;
-  check(api_, api_.KernelContext_GetInputCount(context_, &count));
-  if (index >= count) return {};
+  if (index >= inputs_) return {};
   const Value* value = nullptr;
   check(api_, api_.KernelContext_GetInput(context_, index, &value));
   return describe(api_, value);
 }
 
-Tensor Context::output(size_t index, const int64_t* dims, size_t rank) const {
-  size_t count = 0;
-  check(api_, api_.KernelContext_GetOutputCount(context_, &count));
-  if (index >= count) return {};
+void* Context::output(size_t index, const int64_t* dims, size_t rank) const {
+  if (index >= outputs_) return nullptr;
   Value* value = nullptr;
+  void* data = nullptr;
   check(api_, api_.KernelContext_GetOutput(context_, index, dims, rank, &value));
-  return describe(api_, value);
+  if (value) check(api_, api_.GetTensorMutableData(value, &data));
+  return data;
+}
+
+ConstantInput::ConstantInput(const Api& api, const KernelInfo* info, size_t index) : index_(index) {
+  size_t count = 0;
+  check(api, api.KernelInfo_GetInputCount(info, &count));
+  if (index >= count) return;
+  int constant = 0;
+  const Value* value = nullptr;
+  Status* status = api.KernelInfoGetConstantInput_tensor(info, index, &constant, &value);
+  if (!status && constant) tensor_ = describe(api, value);
+  if (status) api.ReleaseStatus(status);  // an input that is left out
 }
 
 ParallelFor Context::parallel_for() const { return {&api_, context_, run_parallel}; }

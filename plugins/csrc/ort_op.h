@@ -42,7 +42,6 @@ constexpr size_t kMaxRank = 8;
 struct Tensor {
   void* data = nullptr;  // null when the optional input is absent (or the tensor is empty)
   bool present = false;
-  ElementType type = kUndefined;
   size_t rank = 0;
   int64_t dims[kMaxRank] = {};
 
@@ -57,15 +56,28 @@ void expect_shape(const Tensor& tensor, const char* name, std::initializer_list<
 
 class Context {
  public:
-  Context(const Api& api, KernelContext* context) : api_(api), context_(context) {}
+  Context(const Api& api, KernelContext* context);
 
   Tensor input(size_t index) const;
-  Tensor output(size_t index, const int64_t* dims, size_t rank) const;
+  void* output(size_t index, const int64_t* dims, size_t rank) const;  // null when absent (or empty)
   ParallelFor parallel_for() const;
 
  private:
   const Api& api_;
   KernelContext* context_;
+  size_t inputs_ = 0, outputs_ = 0;
+};
+
+// An initializer among a node's inputs, which stays where it is: to look it up once saves a microsecond per call
+// (code and data of the host are cold between two layers of a model).
+class ConstantInput {
+ public:
+  ConstantInput(const Api& api, const KernelInfo* info, size_t index);
+  Tensor get(const Context& context) const { return tensor_.present ? tensor_ : context.input(index_); }
+
+ private:
+  size_t index_;
+  Tensor tensor_;  // not present: no initializer
 };
 
 // Attributes of a node, with a default for an absent one.
