@@ -130,16 +130,6 @@ def parse_size(value: int | str, name: str) -> int:
     return size
 
 
-def physical_cores() -> int:
-    """Physical cores that this process may run on; logical ones where the system does not tell."""
-    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    root = Path("/sys/devices/system/cpu")
-    try:
-        return len({(root / f"cpu{cpu}/topology/thread_siblings_list").read_text() for cpu in usable})
-    except OSError:
-        return len(usable)
-
-
 def available_memory() -> int:
     """Bytes that can be allocated without swapping, as far as the system tells."""
     try:

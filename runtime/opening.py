@@ -1,12 +1,17 @@
 """Opening a bundle: check its files, read its tokenizer, load its graph."""
 
+import ctypes
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from pagelet.models.errors import BundleError, CancelledError
 from pagelet.models.manifest import Manifest, check_files, load_manifest
 from pagelet.runtime.backends.base import Backend
-from pagelet.runtime.config import EngineConfig, physical_cores
+from pagelet.runtime.config import EngineConfig
+from pagelet.runtime.cores import physical_cores
 from pagelet.runtime.tasks import Scoring
 from pagelet.runtime.text import Tokenizer
 
@@ -25,17 +30,29 @@ def open_bundle(
 
     manifest = load_manifest(folder)
     _check_files(folder, manifest, verify, report)
-    report("tokenizer", 0.0)
-    tokenizer = Tokenizer.open(folder, manifest.text)
-    report("tokenizer", 1.0)
-    report("session", 0.0)
-    backend = _open_backend(folder, manifest, config)
-    try:
-        report("session", 1.0)
-    except BaseException:
-        backend.close()
-        raise
+    load = _backend_loader(folder, manifest, config)
+    # The graph is loaded without the interpreter's lock, which the tokenizer's file is read with.
+    with ThreadPoolExecutor(1, "pagelet-open") as pool:
+        loading = pool.submit(load)
+        try:
+            report("tokenizer", 0.0)
+            tokenizer = Tokenizer.open(folder, manifest.text)
+            report("tokenizer", 1.0)
+            report("session", 0.0)
+            backend = loading.result()
+            report("session", 1.0)
+        except BaseException:
+            if loading.exception() is None:
+                loading.result().close()
+            raise
+    _trim_heap()
     return backend, tokenizer, manifest
+
+
+def _trim_heap() -> None:
+    """Give the C library's free memory back: reading a tokenizer leaves twice as much as it needs."""
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):  # glibc has it
+        trim(0)
 
 
 def _check_files(
@@ -54,7 +71,8 @@ def _check_files(
     check_files(folder, manifest, weights=verify, on_bytes=on_bytes)
 
 
-def _open_backend(folder: Path, manifest: Manifest, config: EngineConfig) -> Backend:
+def _backend_loader(folder: Path, manifest: Manifest, config: EngineConfig) -> Callable[[], Backend]:
+    """What is quick is checked here; the function that is returned opens the backend."""
     if manifest.target != "cpu":
         raise BundleError(f"{folder} is for the target {manifest.target!r}; this runtime serves 'cpu'.")
     from pagelet.runtime.backends.cpu import CpuBackend, cache_shape
@@ -62,7 +80,8 @@ def _open_backend(folder: Path, manifest: Manifest, config: EngineConfig) -> Bac
     shape = cache_shape(manifest, config.max_step_tokens)
     context = min(manifest.spec.max_context, config.max_context or manifest.spec.max_context)
     num_bytes = config.cache_bytes(shape.sequence_bytes, context)
-    return CpuBackend(
+    return partial(
+        CpuBackend,
         folder / manifest.graph,
         manifest,
         shape.layout(num_bytes, context),

@@ -36,12 +36,13 @@ class SequenceCache:
     def append(self, num_tokens: int) -> bool:
         """Make slots for `num_tokens` more; False, and nothing changed, where a pool has too few blocks."""
         missing = self.missing(num_tokens)
-        if any(map(_exceeds, missing, self.tables)):
-            return False
-        for group, table in enumerate(self.tables):
-            copy = table.extend(self.length, self.length + num_tokens) if missing[group] else None
-            if copy:
-                self._on_copy(group, *copy)
+        if any(missing):  # most steps go on in blocks that are there
+            if any(map(_exceeds, missing, self.tables)):
+                return False
+            for group, table in enumerate(self.tables):
+                copy = table.extend(self.length, self.length + num_tokens) if missing[group] else None
+                if copy:
+                    self._on_copy(group, *copy)
         self.length += num_tokens
         return True
 

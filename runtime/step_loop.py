@@ -62,7 +62,6 @@ class StepLoop:
             max_sequences=config.max_sequences,
             max_blocks=self.blocks.max_blocks,
             num_groups=len(layout.groups),
-            max_context=self.context,
         )
         self._counters = StepCounters()
         self._lock = threading.Lock()

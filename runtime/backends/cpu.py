@@ -11,6 +11,7 @@ from pagelet.models.manifest import Manifest
 from pagelet.runtime.backends.base import ByteArray, Float32Array, StepBatch
 from pagelet.runtime.backends.cpu_cache import CpuCache, cache_names, cache_shape
 from pagelet.runtime.cache_layout import CacheLayout
+from pagelet.runtime.cores import CORES
 
 __all__ = ["CpuBackend", "cache_shape"]
 
@@ -35,7 +36,9 @@ class CpuBackend:
         self.max_context = manifest.spec.max_context
         self.cache_type = manifest.cache_type
         self.fingerprint = f"{manifest.fingerprint} {manifest.cache_type} {manifest.block_size}"
-        self._logits: Float32Array = np.empty((max_rows, self.vocab_size), np.float32)
+        self._threads = threads
+        self._max_rows = max_rows
+        self._logits: Float32Array = np.empty((0, self.vocab_size), np.float32)
         self._bound_rows = 0
         try:
             import onnxruntime
@@ -55,9 +58,9 @@ class CpuBackend:
 
     def run(self, batch: StepBatch) -> Float32Array:
         rows = len(batch.logits_indices)
-        if rows > len(self._logits):
+        if rows > self._max_rows:
             raise BackendError(
-                f"a step asks for {rows} rows of logits; the backend was opened for {len(self._logits)}. "
+                f"a step asks for {rows} rows of logits; the backend was opened for {self._max_rows}. "
                 "Open it with a larger max_rows."
             )
         bind = self._binding.bind_cpu_input
@@ -65,17 +68,22 @@ class CpuBackend:
         bind("position_ids", batch.position_ids)
         bind("cumulative_sequence_length", batch.cumulative_sequence_length)
         bind("past_seqlens", batch.past_seqlens)
-        for group, table in enumerate(batch.block_tables):
-            bind(f"block_table_{group}", table)
+        for group, (table, stride) in enumerate(zip(batch.block_tables, self._cache.strides, strict=True)):
+            bind(f"block_table_{group}", table * np.int32(stride))  # what is negative stays so
         bind("logits_indices", batch.logits_indices)
+        if rows > len(self._logits):
+            self._logits = np.empty((rows, self.vocab_size), np.float32)
         logits = self._logits[:rows]
         if rows != self._bound_rows:
             self._binding.bind_ortvalue_output("logits", self._ortvalue_from_numpy(logits))
             self._bound_rows = rows
+        taken = CORES.acquire(self._threads)
         try:
             self._session.run_with_iobinding(self._binding)
         except Exception as error:
             raise BackendError(f"ONNX Runtime failed in a step: {error}") from error
+        finally:
+            CORES.release(taken)
         return logits
 
     def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
@@ -132,6 +140,6 @@ def _bind_cache(binding: "IOBinding", cache: CpuCache) -> None:
     from onnxruntime import OrtValue
 
     for array in cache.arrays:
-        value = OrtValue.ortvalue_from_numpy_with_onnx_type(array.memory, array.element)
+        value = OrtValue.ortvalue_from_numpy_with_onnx_type(array.tensor, array.element)
         binding.bind_ortvalue_input(array.name, value)
         binding.bind_ortvalue_output(array.out_name, value)

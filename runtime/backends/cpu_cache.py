@@ -1,5 +1,14 @@
-"""The KV cache in this machine's memory: arrays for each layer's keys and values, and for their scales."""
+"""The KV cache in this machine's memory: arrays for each layer's keys and values, and for their scales.
 
+All arrays of a group with the same kind of element share one region, interleaved block by block:
+
+    block 0 of array 0 | block 0 of array 1 | … | block 1 of array 0 | block 1 of array 1 | …
+
+So the pages that are written are those of the blocks in use, however large a page is. To the ops, each array
+begins at its own block of the region, and a block table's numbers are multiplied by the number of arrays.
+"""
+
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -8,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagelet.models.cache import cache_type
-from pagelet.models.errors import BundleError
+from pagelet.models.errors import BundleError, CapacityError
 from pagelet.models.manifest import Manifest
 from pagelet.models.spec import ModelSpec
 from pagelet.runtime.backends.base import ByteArray
@@ -17,6 +26,7 @@ from pagelet.runtime.cache_layout import CacheLayout, CacheShape
 Array: TypeAlias = NDArray[Any]
 
 _FLOAT = 1
+_MAX_BLOCK = 2**31 - 1  # block tables are int32
 # The memory's dtype, and ONNX's number of the element type. NumPy has no FP8: its bits are bytes.
 _ELEMENTS: dict[str, tuple[type[np.generic], int]] = {
     "f32": (np.float32, _FLOAT),
@@ -57,7 +67,8 @@ class CacheArray:
     Attributes:
         group: of its layer.
         memory: [blocks of the group, block_size, kv_heads, head_dim], of the cache type; or the scales,
-            float32 [blocks of the group, block_size, kv_heads].
+            float32 [blocks of the group, block_size, kv_heads]. Not contiguous.
+        tensor: what the graph sees: the region from the array's first block to its last one, contiguous.
         element: ONNX's number of its element type.
     """
 
@@ -65,28 +76,48 @@ class CacheArray:
     out_name: str
     group: int
     memory: Array
+    tensor: Array
     element: int
 
 
 class CpuCache:
-    """The arrays, allocated once, in the order of `cache_names`."""
+    """The arrays, allocated once.
+
+    Attributes:
+        arrays: in the order of `cache_names`.
+        strides: of each group, how far one block of an array is from the next, in blocks.
+    """
 
     def __init__(self, spec: ModelSpec, type_name: str, layout: CacheLayout) -> None:
+        """Allocate a cache.
+
+        Raises:
+            CapacityError: more blocks than a block table can number.
+        """
+        layers = [spec.group_of(layer) for layer in range(spec.num_layers)]
+        self.strides = [2 * layers.count(group) for group in range(len(layout.groups))]
         self.arrays: list[CacheArray] = []
+        self._regions: dict[tuple[int, bool], Array] = {}
+        placed: Counter[tuple[int, bool]] = Counter()
         for name, out_name, layer in cache_names(spec, type_name):
-            group = spec.group_of(layer)
-            rows = (layout.groups[group].num_blocks, layout.block_size, spec.num_kv_heads)
-            scales = "_scale_cache." in name
+            key = group, scales = layers[layer], "_scale_cache." in name
             dtype, element = (np.float32, _FLOAT) if scales else _ELEMENTS[type_name]
-            # Zeroed pages are mapped when they are first written: a large pool costs nothing until used.
-            memory = np.zeros(rows if scales else (*rows, spec.head_dim), dtype)
-            self.arrays.append(CacheArray(name, out_name, group, memory, element))
+            num_blocks, stride = layout.groups[group].num_blocks, self.strides[group]
+            if key not in self._regions:
+                _check_numbers(num_blocks, stride)
+                row = (layout.block_size, spec.num_kv_heads, *(() if scales else (spec.head_dim,)))
+                # Zeroed pages are mapped when they are first written: a large pool costs nothing until used.
+                self._regions[key] = np.zeros((num_blocks * stride, *row), dtype)
+            tensor = self._regions[key][placed[key] :][: (num_blocks - 1) * stride + 1]
+            placed[key] += 1
+            self.arrays.append(CacheArray(name, out_name, group, tensor[::stride], tensor, element))
 
     def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
-        for array in self.arrays:
-            if array.group == group:
-                for source, target in pairs:
-                    array.memory[target] = array.memory[source]
+        stride = self.strides[group]
+        for region in (region for key, region in self._regions.items() if key[0] == group):
+            blocks = region.reshape(-1, stride, *region.shape[1:])
+            for source, target in pairs:
+                blocks[target] = blocks[source]
 
     def read_blocks(self, group: int, blocks: Sequence[int]) -> ByteArray:
         arrays = [array.memory for array in self.arrays if array.group == group]
@@ -105,9 +136,18 @@ class CpuCache:
 
     def free(self) -> None:
         self.arrays.clear()
+        self._regions.clear()
 
 
 def _columns(arrays: Sequence[Array]) -> list[slice]:
     """Where each array's part of a block is in its bytes."""
     ends = np.cumsum([memory[0].nbytes for memory in arrays]).tolist()
     return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _check_numbers(num_blocks: int, stride: int) -> None:
+    if num_blocks * stride > _MAX_BLOCK:
+        raise CapacityError(
+            f"{num_blocks} blocks of {stride} arrays are more than a block table can number. "
+            "Lower kv_memory, or export with a larger block size."
+        )

@@ -134,7 +134,7 @@ class Sampler:
 def _likeliest(logits: FloatArray) -> int:
     """Index of the highest logit, the lowest of equals."""
     index = int(logits.argmax())  # NumPy's argmax stops at the first NaN, so this looks for one as well
-    if not np.isfinite(logits[index]):
+    if not math.isfinite(logits[index]):
         raise BackendError(
             f"The model's logits are not finite: {logits[index]} at token id {index}; expected numbers. "
             "Weights or an op are damaged: run `pagelet verify` on the bundle."

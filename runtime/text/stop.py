@@ -19,6 +19,8 @@ class StopMatcher:
         """The part of the text so far that is safe to show and was not returned yet."""
         if self.found:
             return ""
+        if not self._stops:
+            return text
         text = self._held + text
         starts = ((text.find(stop), stop) for stop in self._stops)
         if ends := [(start + len(stop), start) for start, stop in starts if start >= 0]:

@@ -148,12 +148,12 @@ def test_blocks_are_copied_in_every_layer_of_their_group_alone(windowed_bundle: 
 def test_a_window_group_is_given_less_memory(windowed_bundle: Path) -> None:
     manifest = load_manifest(windowed_bundle)
     assert manifest.spec.window_groups == (0, 40)
-    block_bytes = 2 * 2 * 2 * 16 * 4 * 8  # K and V, layers of the group, KV heads, head size, bytes, tokens
-    with Engine.open(windowed_bundle, EngineConfig(kv_memory="2MiB", max_step_tokens=32)) as engine:
+    block_bytes = 2 * 2 * 2 * 16 * 2 * 8  # K and V, layers of the group, KV heads, head size, bytes, tokens
+    with Engine.open(windowed_bundle, EngineConfig(kv_memory="1MiB", max_step_tokens=32)) as engine:
         full, windowed = engine._loop.blocks.layout.groups
         assert full.block_bytes == windowed.block_bytes == block_bytes
         assert windowed.num_blocks * 5 < full.num_blocks
-        assert engine.stats().kv_bytes <= 2 << 20
+        assert engine.stats().kv_bytes <= 1 << 20
         assert engine.spec == manifest.spec
         assert engine.manifest == manifest
         # The whole context fits although the windowed layers have no room for it.
@@ -243,10 +243,9 @@ def test_opening_reports_progress_and_can_be_cancelled(bundle: Path) -> None:
 
 def test_a_pool_that_cannot_be_is_refused_with_numbers(bundle: Path) -> None:
     manifest = load_manifest(bundle)
-    block_bytes = manifest.block_size * cache_bytes_per_token(manifest.spec, "f32")
-    assert (
-        block_bytes == 2 * 2 * 2 * 16 * 4 * manifest.block_size
-    )  # K and V, layers, KV heads, head size, bytes
+    block_bytes = manifest.block_size * cache_bytes_per_token(manifest.spec, manifest.cache_type)
+    # K and V, layers, KV heads, head size, bytes of an f16
+    assert block_bytes == 2 * 2 * 2 * 16 * 2 * manifest.block_size
     with pytest.raises(CapacityError, match=f"takes {block_bytes}"):
         Engine.open(bundle, EngineConfig(kv_memory=block_bytes - 1))
     with Engine.open(bundle, EngineConfig(kv_memory=3 * block_bytes + 5)) as engine:

@@ -371,7 +371,7 @@ def test_bounded_functions_write_what_jinjas_own_do(source: str) -> None:
 
 def test_an_invalid_template_is_the_bundles_fault() -> None:
     with pytest.raises(BundleError, match="line 2"):
-        ChatTemplate("{{ x }}\n{% endfor %}")
+        ChatTemplate("{{ x }}\n{% endfor %}").render({})
 
 
 def test_messages_are_not_changed_and_objects_do_not_reach_the_template() -> None:

@@ -54,7 +54,6 @@ class Bench:
             max_sequences=max_sequences,
             max_blocks=self.blocks.max_blocks,
             num_groups=len(windows),
-            max_context=CONTEXT,
         )
         self.jobs: list[Job] = []
 

@@ -100,7 +100,7 @@ def test_damaged_files_are_bundle_errors(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="can't be read"):
         Tokenizer.open(tmp_path, TextSettings())
     with pytest.raises(BundleError, match="template is not valid, line 2"):
-        opened(tmp_path, byte_level(), "{{ x }}\n{% if %}")
+        opened(tmp_path, byte_level(), "{{ x }}\n{% if %}").render_chat([{"role": "user", "content": "x"}])
     with pytest.raises(BundleError, match="expected at most 1048576"):
         opened(tmp_path, byte_level(), "x" * (1 << 20) + "x")
 

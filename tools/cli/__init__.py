@@ -7,22 +7,44 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
+from typing import Any
 
 from pagelet.tools.cli.guard import guarded
 
-_COMMANDS = ("export", "generate", "chat", "plan", "bench", "evaluate", "bundle")
+# command: the module that has it
+_COMMANDS = {
+    "export": "export",
+    "generate": "generate",
+    "chat": "chat",
+    "plan": "plan",
+    "bench": "bench",
+    "eval": "evaluate",
+    "inspect": "bundle",
+    "verify": "bundle",
+}
 
 
-def build_parser() -> argparse.ArgumentParser:
+class _Version(argparse.Action):
+    """Prints the version; to look it up takes longer than to parse the arguments."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib.metadata import version
+
+        print(f"pagelet {version('pagelet')}")
+        parser.exit()
+
+
+def build_parser(command: str | None = None) -> argparse.ArgumentParser:
+    """The parser of all commands; of `command` alone where that is one, since each imports what it needs."""
     parser = argparse.ArgumentParser(
         prog="pagelet",
         description="Exports models to compiled graphs with quantized weights, and runs them on any CPU.",
     )
-    parser.add_argument("--version", action="version", version=f"pagelet {version('pagelet')}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name in _COMMANDS:
+    chosen = [_COMMANDS[command]] if command in _COMMANDS else dict.fromkeys(_COMMANDS.values())
+    for name in chosen:
         importlib.import_module(f"pagelet.tools.cli.{name}").add_parsers(commands)
     return parser
 
@@ -34,5 +56,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> None:
     # The commands are imported in here: that takes most of a second, in which Ctrl-C may come.
-    args = build_parser().parse_args(arguments)
+    args = build_parser(arguments[0] if arguments else None).parse_args(arguments)
     args.run(args)
