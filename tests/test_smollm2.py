@@ -126,7 +126,7 @@ def test_memory_stays_flat_over_fifty_requests(smollm2_int4: Path) -> None:
     from pagelet.tools.memory import anonymous_rss
 
     params = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0)
-    with Engine.open(smollm2_int4, EngineConfig(kv_memory="16MiB")) as engine:
+    with Engine.open(smollm2_int4, EngineConfig(kv_memory="8MiB")) as engine:
         for done in range(50):
             question = f"{QUESTIONS[done % 5]} ({done})"
             assert len(engine.generate(ask(engine, question), params).token_ids) == 100
@@ -135,4 +135,4 @@ def test_memory_stays_flat_over_fifty_requests(smollm2_int4: Path) -> None:
         assert anonymous_rss() - after_500 < 1 << 20
         stats = engine.stats()
         assert stats.blocks_used == 0
-        assert stats.kv_bytes <= 16 << 20
+        assert stats.kv_bytes <= 8 << 20

@@ -142,8 +142,18 @@ def _bpe(vocabulary: Mapping[str, int], merges: Iterable[tuple[str, str]], **opt
         "end_of_word_suffix": None,
         **(defaults | options),
         "vocab": dict(vocabulary),
-        "merges": [list(pair) for pair in merges],
+        "merges": _written(list(merges)),
     }
+
+
+def _written(merges: Sequence[tuple[str, str]]) -> list[str] | list[list[str]]:
+    """As "left right" each, which takes half as long to read; as pairs where that could be misread.
+
+    That is where a token holds a space, or looks like the header line of merges.txt.
+    """
+    if any(" " in left + right or left.startswith("#version") for left, right in merges):
+        return [list(pair) for pair in merges]
+    return [" ".join(pair) for pair in merges]
 
 
 def _document(model: dict[str, Any], added_tokens: Iterable[dict[str, Any]], **steps: Any) -> dict[str, Any]:

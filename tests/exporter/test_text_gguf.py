@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 
 from pagelet.exporter.checkpoint import open_checkpoint
 from pagelet.exporter.text import write_text_files
+from pagelet.exporter.text.document import byte_level_document
 from pagelet.models.errors import CheckpointError, UnsupportedError
 from pagelet.models.manifest import TextSettings
 
@@ -135,3 +136,13 @@ def test_smollm2_as_published(smollm2_gguf, tmp_path, corpus):
     for text in corpus:
         assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
     assert "im_start" in (tmp_path / "chat_template.jinja").read_text()
+
+
+@pytest.mark.parametrize("odd", ["a b", "#version"])
+def test_merges_are_read_back_whatever_their_tokens(odd: str) -> None:
+    vocabulary = {token: i for i, token in enumerate([*sorted(set(odd + "xy")), "xy", odd, odd + "x"])}
+    merges = [("x", "y"), (odd, "x")]
+    for given in (merges[:1], merges):
+        document = byte_level_document("gpt-2", vocabulary, given, [])
+        model = json.loads(Tokenizer.from_str(json.dumps(document)).to_str())["model"]
+        assert [tuple(pair) for pair in model["merges"]] == given

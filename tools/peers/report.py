@@ -89,28 +89,37 @@ def plot(figures: Sequence[Figure], records: Sequence[Record], path: Path) -> No
     """Bars of each figure that the peers have too, with the range of the runs. Needs matplotlib."""
     import matplotlib.pyplot as plt
 
-    shown = [figure for figure in figures if len([v for v in evaluate(figure, records) if v]) > 1]
-    rows = -(-len(shown) // 2)
-    canvas, axes = plt.subplots(rows, 2, figsize=(12, 0.6 * rows * (len(records) + 2)), squeeze=False)
+    shown = [figure for figure in figures if _has_peers(figure, records)]
+    columns = 4
+    rows = -(-len(shown) // columns)
+    size = (3.6 * columns, 0.32 * rows * (len(records) + 3))
+    canvas, axes = plt.subplots(rows, columns, figsize=size, sharey=True, squeeze=False)
     for axis in axes.flat[len(shown) :]:
         axis.axis("off")
     for axis, figure in zip(axes.flat, shown, strict=False):
         _bars(axis, figure, records)
+    axes.flat[0].invert_yaxis()  # which all share: the first row on top
     canvas.tight_layout()
     canvas.savefig(path, dpi=110)
     plt.close(canvas)
 
 
+def _has_peers(figure: Figure, records: Sequence[Record]) -> bool:
+    values = zip(records, evaluate(figure, records), strict=True)
+    return any(value and not record.entrant.is_ours for record, value in values)
+
+
 def _bars(axis: Any, figure: Figure, records: Sequence[Record]) -> None:
-    pairs = [(r, v) for r, v in zip(records, evaluate(figure, records), strict=True) if v]
-    names = [record.entrant.name for record, _ in pairs]
-    medians = [value.median for _, value in pairs]
+    absent = Value(0, 0, 0, None)
+    values = [value or absent for value in evaluate(figure, records)]
+    names = [record.entrant.name for record in records]
+    medians = [value.median for value in values]
     ranges = [
-        [value.median - value.least for _, value in pairs],
-        [value.most - value.median for _, value in pairs],
+        [value.median - value.least for value in values],
+        [value.most - value.median for value in values],
     ]
-    colors = ["#4c72b0" if record.entrant.is_ours else "#b0b0b0" for record, _ in pairs]
+    colors = ["#4c72b0" if record.entrant.is_ours else "#b0b0b0" for record in records]
     axis.barh(names, medians, xerr=ranges, color=colors, error_kw={"linewidth": 1})
-    axis.invert_yaxis()
-    axis.set_title(figure.title + (" (more is better)" if figure.higher_is_better else " (less is better)"))
+    direction = "more is better" if figure.higher_is_better else "less is better"
+    axis.set_title(f"{figure.title}\n({direction})", fontsize=10)
     axis.grid(alpha=0.3, axis="x")
