@@ -7,10 +7,12 @@ import dataclasses
 import difflib
 import types
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 MakeError = Callable[[str], Exception]
+_type_hints = lru_cache(get_type_hints)  # a manifest decodes one class hundreds of times
 
 
 def decode(kind: type[T], data: object, where: str, error: MakeError) -> T:
@@ -25,7 +27,7 @@ def decode(kind: type[T], data: object, where: str, error: MakeError) -> T:
         raise error(f"{where} is {_short(data)}; expected an object.")
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     reject_unknown(data, fields, where, error)
-    hints = get_type_hints(kind)
+    hints = _type_hints(kind)  # type: ignore[arg-type]  # a class is hashable
     values = {
         name: _value(hints[name], data[name], f"{where}: {name!r}", error) for name in fields if name in data
     }
