@@ -49,7 +49,10 @@ class ExportOptions:
         _one_of("embedding", self.embedding, EMBEDDINGS)
         if self.group_size is not None:
             if self.weights not in GROUPED:
-                raise InputError(f"a group size belongs to weights with scales, not to {self.weights}.")
+                raise InputError(
+                    f"a group size belongs to {', '.join(GROUPED)} weights, not to {self.weights}: "
+                    "leave it out."
+                )
             _one_of("group size", self.group_size, GROUP_SIZES)
         _one_of("target", self.target, TARGETS)
         _one_of("cache type", self.cache_type, tuple(CACHE_TYPES))

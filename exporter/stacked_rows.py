@@ -82,7 +82,8 @@ class StackedRows:
         if group and self.width % group:
             raise CheckpointError(
                 f"{self._names()}: {self.width} inputs do not divide into groups of {group}; "
-                "choose a smaller --group-size, or --weights fp32."
+                "choose a smaller --group-size, leave it out (fp8), or take weights without scales (fp16, "
+                "bf16, fp32)."
             )
 
     def _is_exact(self) -> bool:

@@ -79,8 +79,19 @@ class Cores:
             turn = threading.Lock()
             turn.acquire()
             self._waiting.append((wanted, turn))
-        turn.acquire()
+        try:
+            turn.acquire()
+        except BaseException:  # Ctrl-C, in a main thread
+            self._give_up(wanted, turn)
+            raise
         return wanted
+
+    def _give_up(self, wanted: int, turn: threading.Lock) -> None:
+        with self._lock:
+            granted = (wanted, turn) not in self._waiting
+            if not granted:
+                self._waiting.remove((wanted, turn))
+        self.release(wanted if granted else 0)  # who waited behind may fit now
 
     def release(self, taken: int) -> None:
         with self._lock:

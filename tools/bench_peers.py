@@ -10,6 +10,7 @@ import os
 import sys
 from dataclasses import asdict, fields
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 from pagelet.models.errors import InputError, PageletError
@@ -37,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser("python -m pagelet.tools.bench_peers", description=__doc__)
     parser.add_argument("--bundle", type=Path, action="append", required=True, help="ours; may be repeated")
     parser.add_argument("--gguf", type=Path, help="the same model, which the peers' files are made from")
     parser.add_argument(
@@ -51,8 +52,8 @@ def _parser() -> argparse.ArgumentParser:
         "--convert-python", type=Path, help="interpreter with optimum-intel; default: --python"
     )
     parser.add_argument("--engines", default=",".join(_ENGINES), help="default: %(default)s")
-    parser.add_argument("--scenarios", help="only these, by their keys: plain,long,batch-8,…")
-    parser.add_argument("--threads", type=int, default=2, metavar="N")
+    parser.add_argument("--scenarios", help="only these of plain,rows-1,rows-4,rows-8,batch-8,batch-16,long")
+    parser.add_argument("--threads", type=int, default=2, metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--repeat", type=int, default=5, metavar="N", help="timed rounds; default: %(default)s"
     )
@@ -66,11 +67,15 @@ def _parser() -> argparse.ArgumentParser:
     for field in fields(Sizes):
         kind = int if isinstance(field.default, int) else _counts
         parser.add_argument(
-            "--" + field.name.replace("_", "-"), type=kind, default=field.default, metavar="N"
+            "--" + field.name.replace("_", "-"),
+            type=kind,
+            default=field.default,
+            metavar="N",
+            help="default: %(default)s",
         )
     parser.add_argument("--prepare-only", action="store_true", help="make the peers' models and stop")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every run and figure")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a picture (needs matplotlib)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a picture (needs the extra: plot)")
     return parser
 
 
@@ -84,6 +89,8 @@ def run(args: argparse.Namespace) -> None:
     for name, most in (("threads", 1024), ("repeat", 1000)):
         if not 1 <= getattr(args, name) <= most:
             raise InputError(f"--{name} is {getattr(args, name)}; expected 1 to {most}.")
+    if args.plot and find_spec("matplotlib") is None:
+        raise InputError("--plot needs matplotlib: pip install 'pagelet[plot]'.")
     load = load_average()  # before anything here adds to it
     manifests = [load_manifest(bundle) for bundle in args.bundle]
     args.work.mkdir(parents=True, exist_ok=True)

@@ -18,6 +18,7 @@ FP8_DTYPE = "F8_E4M3"
 # What may stand beside weights, with the scales of activations: those are computed here from the row itself.
 FP8_COMPANIONS = (".weight_scale", ".weight_scale_inv", ".input_scale", ".input_scale_ub")
 _SCALE_SUFFIXES = ("_scale", "_scale_inv")
+_LARGEST_SCALE = float(np.finfo(np.float32).max) / 448  # times E4M3's largest code
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def read_scales(
     """The scales of an FP8 weight [out, in]; `read` gives a tensor as float32.
 
     Raises:
-        CheckpointError: none, of a shape that does not fit the weight, or not finite.
+        CheckpointError: none, of a shape that does not fit the weight, not finite, or too large.
     """
     names = [info.name + suffix for suffix in _SCALE_SUFFIXES if info.name + suffix in tensors]
     if len(names) != 1 or len(info.shape) != 2:
@@ -54,9 +55,17 @@ def read_scales(
     scales = tensors[names[0]]
     if scales.dtype not in ("F32", "F16", "BF16"):
         raise CheckpointError(f"{scales.name} has dtype {scales.dtype}; expected F32, F16 or BF16.")
+    if 0 in scales.shape:
+        raise CheckpointError(f"{scales.name} has shape {list(scales.shape)}: it holds no scales.")
     values = read(scales)
     if not np.isfinite(values).all():
         raise CheckpointError(f"{names[0]} holds NaN or infinity: the file is damaged; download it again.")
+    largest = float(np.abs(values).max())
+    if largest > _LARGEST_SCALE:
+        raise CheckpointError(
+            f"{names[0]} holds the scale {largest:g}, which makes weights beyond float32: the file is "
+            "damaged."
+        )
     rows, columns = info.shape
     if values.size == 1:
         return Fp8Scales(values.reshape(1, 1), rows, 0)

@@ -118,8 +118,8 @@ void split_items(const AttentionArgs& args, AttentionPlan& plan) {
   plan.items.clear();
   if (plan.partials.size() < floats) plan.partials.resize(floats);
   if (plan.unfinished_size < plan.merges.size()) {
+    plan.unfinished = std::make_unique<std::atomic<int>[]>(plan.merges.size());
     plan.unfinished_size = plan.merges.size();
-    plan.unfinished = std::make_unique<std::atomic<int>[]>(plan.unfinished_size);
   }
   float* partials = plan.partials.data();
   for (size_t merge = 0; merge < plan.merges.size(); ++merge) {

@@ -14,14 +14,6 @@ struct NamedType {
 constexpr NamedType kTypes[] = {{"int4", WeightType::int4}, {"int8", WeightType::int8}, {"fp8", WeightType::fp8},
                                 {"bf16", WeightType::bf16}, {"f16", WeightType::f16},   {"f32", WeightType::f32}};
 
-int64_t bounded(const ort::Api& api, const ort::KernelInfo* info, const char* name, int64_t low, int64_t high,
-                int64_t fallback = -1) {
-  const int64_t value = ort::attribute(api, info, name, fallback);
-  if (value >= low && value <= high) return value;
-  throw std::invalid_argument(std::string("attribute ") + name + " is " + std::to_string(value) + ", expected " +
-                              std::to_string(low) + " to " + std::to_string(high));
-}
-
 WeightType weight_type(const ort::Api& api, const ort::KernelInfo* info) {
   const std::string name = ort::attribute(api, info, "weight_type", "");
   std::string known;
@@ -43,12 +35,20 @@ bool group_fits(WeightType type, size_t group_size, size_t in_features) {
 
 }  // namespace
 
+int64_t bounded_attribute(const ort::Api& api, const ort::KernelInfo* info, const char* name, int64_t low, int64_t high,
+                          int64_t fallback) {
+  const int64_t value = ort::attribute(api, info, name, fallback);
+  if (value >= low && value <= high) return value;
+  throw std::invalid_argument(std::string("attribute ") + name + " is " + std::to_string(value) + ", expected " +
+                              std::to_string(low) + " to " + std::to_string(high));
+}
+
 LinearFormat::LinearFormat(const ort::Api& api, const ort::KernelInfo* info)
-    : in_features(bounded(api, info, "in_features", 1, kMaxFeatures)),
-      out_features(bounded(api, info, "out_features", 1, kMaxFeatures)),
+    : in_features(bounded_attribute(api, info, "in_features", 1, kMaxFeatures)),
+      out_features(bounded_attribute(api, info, "out_features", 1, kMaxFeatures)),
       type(weight_type(api, info)),
-      group_size(bounded(api, info, "group_size", 0, kMaxFeatures, 0)),
-      asymmetric(bounded(api, info, "asymmetric", 0, 1, 0) != 0) {
+      group_size(bounded_attribute(api, info, "group_size", 0, kMaxFeatures, 0)),
+      asymmetric(bounded_attribute(api, info, "asymmetric", 0, 1, 0) != 0) {
   if (group_size == 0) group_size = in_features;
   if (asymmetric && type != WeightType::int4) {
     throw std::invalid_argument("attribute asymmetric is 1, which only int4 weights can be");

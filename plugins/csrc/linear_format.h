@@ -30,6 +30,10 @@ struct LinearFormat {
   size_t scale_bytes() const;  // of one group of one tile
 };
 
+// An integer attribute; throws std::invalid_argument when it is outside [low, high].
+int64_t bounded_attribute(const ort::Api& api, const ort::KernelInfo* info, const char* name, int64_t low, int64_t high,
+                          int64_t fallback = -1);
+
 // The packed bytes of an input; throws std::invalid_argument when their number does not fit the attributes.
 const uint8_t* packed_weight(const ort::Tensor& tensor, const LinearFormat& format);
 

@@ -41,8 +41,11 @@ class Linear {
         bias_(api, info, 2),
         norm_(api, info, 3),
         epsilon_(ort::attribute(api, info, "epsilon", 1e-5f)),
-        gated_(ort::attribute(api, info, "gated", int64_t{0}) != 0),
+        gated_(bounded_attribute(api, info, "gated", 0, 1, 0) != 0),
         kernel_(PAGELET_KERNEL(LinearKernel, linear_kernel, selected_isa())) {
+    if (!(epsilon_ >= 0) || epsilon_ > 1) {
+      throw std::invalid_argument("attribute epsilon is " + std::to_string(epsilon_) + ", expected 0 to 1");
+    }
     if (gated_ && format_.out_features % (2 * kTileColumns) != 0) {
       throw std::invalid_argument("out_features is " + std::to_string(format_.out_features) +
                                   " of a gated layer: expected a multiple of 32, pairs of whole tiles");

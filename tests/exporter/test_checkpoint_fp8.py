@@ -114,6 +114,14 @@ def not_finite(tensors: Tensors) -> None:
     tensors[NAME + "_scale_inv"][0, 0] = torch.nan
 
 
+def empty(tensors: Tensors) -> None:
+    tensors[NAME + "_scale_inv"] = torch.zeros(0, 1)
+
+
+def too_large(tensors: Tensors) -> None:
+    tensors[NAME + "_scale_inv"][0, 0] = 1e36
+
+
 def wrong_dtype(tensors: Tensors) -> None:
     tensors[NAME + "_scale_inv"] = tensors[NAME + "_scale_inv"].to(torch.float8_e4m3fn)
 
@@ -128,6 +136,8 @@ def nan_code(tensors: Tensors) -> None:
         (without, "up_proj.weight is F8_E4M3 .* with 0 scale tensors"),
         (wrong_shape, r"weight_scale_inv has shape \[3, 1\]; expected one value, \[256, 1\] or \[2, 1\]"),
         (not_finite, "weight_scale_inv holds NaN"),
+        (empty, r"weight_scale_inv has shape \[0, 1\]: it holds no scales"),
+        (too_large, "weight_scale_inv holds the scale 1e.36, which makes weights beyond float32"),
         (wrong_dtype, "weight_scale_inv has dtype F8_E4M3"),
         (nan_code, "up_proj.weight: codes or scales hold NaN"),
     ],

@@ -168,7 +168,9 @@ def test_a_weight_beyond_f16_is_named(make_llama: MakeCheckpoint, tmp_path: Path
 
 @pytest.mark.parametrize("weights", ["fp16", "bf16", "fp32"])
 def test_a_group_size_without_groups_is_an_error(weights: str) -> None:
-    with pytest.raises(InputError, match=f"belongs to weights with scales, not to {weights}"):
+    with pytest.raises(
+        InputError, match=f"belongs to int4, int8, fp8 weights, not to {weights}: leave it out"
+    ):
         ExportOptions(weights=weights, group_size=32)
 
 

@@ -3,6 +3,7 @@
 // test_attention_emulated.py).
 #include <cmath>
 #include <cstdio>
+#include <stdexcept>
 #include <cstring>
 #include <random>
 #include <vector>
@@ -119,8 +120,15 @@ struct Prompt {
     make_plan(args, plan);
     float* scratch = thread_scratch(kernel.scratch_floats(args));
     kernel.write_cache(args, plan.slots.data(), 0, args.tokens);
-    for (const AttentionItem& item : plan.items) kernel.attend(args, item, scratch);
-    for (const AttentionItem& item : plan.merges) kernel.merge(args, item, scratch);
+    for (const AttentionItem& item : plan.items) {
+      kernel.attend(args, item, scratch);
+      if (item.merge >= 0 && plan.unfinished[size_t(item.merge)].fetch_sub(1) == 1) {
+        kernel.merge(args, plan.merges[size_t(item.merge)], scratch);
+      }
+    }
+    for (size_t merge = 0; merge < plan.merges.size(); ++merge) {
+      if (plan.unfinished[merge] != 0) throw std::logic_error("a merge counts other items than wait for it");
+    }
   }
 
   // What the cache holds: keys (0) and values (1), [length, kv_heads, head_size].

@@ -208,6 +208,15 @@ def test_norm_and_residual_are_fused(format: FloatFormat) -> None:
         np.testing.assert_array_equal(y, layer.reference(normed) + residual)
 
 
+@pytest.mark.parametrize("in_features", [1, 15, 16, 40, 577])
+def test_the_norm_of_any_width(in_features: int) -> None:
+    layer = random_layer(FloatFormat("f32"), 20, in_features)
+    norm = np.random.default_rng(0).normal(1, 0.2, in_features).astype(np.float32)
+    x = random_rows(3, in_features)
+    normed = rms_norm_reference(x, norm, 1e-5, FUSED)
+    np.testing.assert_array_equal(layer.linear(x, norm_weight=norm), layer.reference(normed))
+
+
 @pytest.mark.parametrize("format", [*PLAIN, FloatFormat("fp8")])
 def test_a_gated_layer_is_silu_of_the_gate_times_the_rest(format: FloatFormat) -> None:
     """Pairs of tiles: the reference's columns 32i to 32i + 15 gate the next sixteen."""

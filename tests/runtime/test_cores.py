@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -137,3 +138,23 @@ def test_engines_of_one_process_take_turns(make_llama: Callable[..., Path], tmp_
     assert all(tokens == first for tokens in others)
     assert most == 1
     assert steps >= 80
+
+
+def test_who_is_interrupted_while_waiting_leaves_nothing_behind() -> None:
+    if not hasattr(signal, "setitimer"):
+        pytest.skip("needs timers that interrupt")
+    cores = Cores(2)
+    taken = cores.acquire(1)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            cores.acquire(2)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    cores.release(taken)
+    assert cores.acquire(2) == 2  # would wait for ever behind the one who left

@@ -122,3 +122,13 @@ def test_command_line_from_a_config_alone(tmp_path: Path, capsys: pytest.Capture
     assert set(made["cache_bytes_per_token"]) == set(CACHE_TYPES)
     assert main(arguments) == 0
     assert "Jetson Orin Nano" in capsys.readouterr().out
+
+
+def test_a_bundle_is_planned_as_it_is(
+    make_llama: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export(make_llama(), tmp_path / "b", ExportOptions(weights="fp8", cache_type="int8"))
+    for given, expected in ([], ("fp8", "int8")), (["--weights", "fp32", "--kv", "f16"], ("fp32", "f16")):
+        assert main(["plan", str(tmp_path / "b"), "--memory", "1GiB", "--json", *given]) == 0
+        made = json.loads(capsys.readouterr().out)
+        assert (made["weights"], made["cache_type"]) == expected

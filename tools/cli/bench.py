@@ -107,5 +107,5 @@ def _limits_of(machine: Roofline) -> str:
 def _reached(limits: Limits) -> str:
     return (
         f"{limits.memory_share:.0%} of the memory limit, {limits.arithmetic_share:.0%} of the arithmetic "
-        f"limit; {limits.next} is next"
+        f"limit; the nearer one: {limits.next}"
     )

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from pagelet.models.manifest import Manifest, check_files, load_manifest
+from pagelet.models.manifest import Manifest, Quantization, check_files, load_manifest
 from pagelet.tools.cli import common
 
 
@@ -35,17 +35,28 @@ def run_verify(args: argparse.Namespace) -> None:
         print(f"{args.bundle}: {len(manifest.files)} files, every size and SHA-256 as the manifest says")
 
 
+def _weights(quantization: Quantization) -> str:
+    parts = [quantization.weights]
+    if quantization.group_size:
+        parts.append(f"groups of {quantization.group_size}")
+    elif quantization.weights == "fp8":
+        parts.append("a scale per output")
+    if quantization.weights == "int4":
+        parts.append("symmetric" if quantization.symmetric else "asymmetric")
+    if quantization.embedding:
+        parts.append(f"embedding and head {quantization.embedding}")
+    return ", ".join(parts)
+
+
 def _summary(manifest: Manifest) -> list[tuple[str, str]]:
     spec, quantization = manifest.spec, manifest.quantization
     kinds = Counter(entry.type for entry in manifest.tensors.values())
-    form = "symmetric" if quantization.symmetric else "asymmetric"
-    detail = f", groups of {quantization.group_size}, {form}" if quantization.group_size else ""
     return [
         ("model", f"{spec.architecture}, {spec.num_layers} layers, hidden {spec.hidden_size}"),
         ("heads", f"{spec.num_heads} query, {spec.num_kv_heads} key/value, size {spec.head_dim}"),
         ("vocabulary", f"{spec.vocab_size} tokens"),
         ("context", f"{spec.max_context} tokens"),
-        ("weights", quantization.weights + detail),
+        ("weights", _weights(quantization)),
         ("tensors", ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))),
         ("cache", f"{manifest.cache_type}, blocks of {manifest.block_size} tokens"),
         ("target", manifest.target),

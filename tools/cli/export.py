@@ -78,7 +78,7 @@ def _check_int4_options(args: argparse.Namespace) -> None:
     }
     if args.weights != "int4" and any(given.values()):
         names = ", ".join(name for name, value in given.items() if value)
-        raise InputError(f"{names} belongs to --weights int4, not to {args.weights}.")
+        raise InputError(f"{names} belongs to --weights int4, not to {args.weights}: leave it out.")
 
 
 def _exporter() -> tuple[Any, Any, Any]:

@@ -21,8 +21,9 @@ def add_parsers(commands: Any) -> None:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--memory", metavar="SIZE", help="bytes for weights and cache, such as 8GiB")
     where.add_argument("--device", choices=sorted(DEVICES), help="a known device")
-    parser.add_argument("--weights", choices=WEIGHT_TYPES, default="int4", help="default: %(default)s")
-    parser.add_argument("--kv", choices=sorted(CACHE_TYPES), default="f16", help="cache type; default: f16")
+    own = "default: a bundle's own; of a checkpoint "
+    parser.add_argument("--weights", choices=WEIGHT_TYPES, help=own + "int4")
+    parser.add_argument("--kv", choices=sorted(CACHE_TYPES), help="cache type; " + own + "f16")
     parser.add_argument("--context", type=int, metavar="N", help="tokens of a sequence; default: the model's")
     parser.add_argument("--sequences", type=int, default=1, metavar="M", help="at once; default: 1")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
@@ -35,11 +36,12 @@ def run(args: argparse.Namespace) -> None:
         if value is not None and not 1 <= value <= 1 << 24:
             raise InputError(f"--{name} is {value}; expected 1 to {1 << 24}.")
     device = DEVICES.get(args.device)
+    weights, cache_type = _own_types(args.source)
     made = plan(
         read_spec(args.source),
         device.usable if device else parse_size(args.memory, "--memory"),
-        weights=args.weights,
-        cache_type=args.kv,
+        weights=args.weights or weights,
+        cache_type=args.kv or cache_type,
         context=args.context,
         sequences=args.sequences,
         bandwidth=device.bandwidth if device else None,
@@ -47,6 +49,14 @@ def run(args: argparse.Namespace) -> None:
     print(
         json.dumps(made.to_json(), indent=1) if args.json else _table(made, device.title if device else None)
     )
+
+
+def _own_types(source: Path) -> tuple[str, str]:
+    """(weights, cache type): a bundle's, or what an export makes by default."""
+    if not (source / MANIFEST_NAME).is_file():
+        return "int4", "f16"
+    manifest = load_manifest(source)
+    return manifest.quantization.weights, manifest.cache_type
 
 
 def read_spec(source: Path) -> ModelSpec:
