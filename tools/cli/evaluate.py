@@ -56,7 +56,7 @@ def _reference(args: argparse.Namespace) -> Iterator[Engine | None]:
 
     with tempfile.TemporaryDirectory(prefix="pagelet-reference-") as folder:
         bundle = Path(folder) / "fp32"
-        export(args.reference, bundle, ExportOptions(weights="fp32"))
+        export(args.reference, bundle, ExportOptions(weights="fp32", cache_type="f32"))
         with Engine.open(bundle, config) as engine:
             yield engine
 
