@@ -7,12 +7,22 @@
 #pragma once
 
 #include "cache_simd.h"
-#include "linear_float_format.h"
 #include "linear_kernel.h"
 #include "simd.h"
 
 namespace pagelet::PAGELET_ISA {
 namespace {
+
+// At most so many neighbouring tiles are summed at once.
+constexpr size_t kMaxFloatTiles = 4;
+
+// Neighbouring tiles, each [inputs][16]; FP8: [inputs / group_size] times [group_size][16] codes and 16 float
+// scales.
+struct FloatTiles {
+  const uint8_t* data;
+  size_t tile_bytes, count;
+  size_t inputs, group_size;  // group_size: of FP8 only, and a divisor of inputs
+};
 
 constexpr int kTileVectors = static_cast<int>(kTileColumns) / kWidth;
 #if defined(PAGELET_SIMD_AVX512) || defined(PAGELET_SIMD_NEON)  // 32 registers
@@ -222,16 +232,14 @@ void add_fp8_tiles(const FloatTiles& tiles, const FloatRows& rows) {
 }
 
 // sums [rows, 16 * tiles.count] += x [rows, inputs], row_stride apart, times 1 to kMaxFloatTiles tiles.
-void add_float_tiles(FloatStorage storage, const FloatTiles& tiles, const float* x, size_t row_stride, size_t rows,
+void add_float_tiles(WeightType type, const FloatTiles& tiles, const float* x, size_t row_stride, size_t rows,
                      float* sums) {
   const FloatRows all{x, row_stride, sums, tiles.count * kTileColumns, rows};
   const FloatWeights weights{tiles.data, tiles.tile_bytes, tiles.count, tiles.inputs};
-  switch (storage) {
-    case FloatStorage::fp8: return add_fp8_tiles(tiles, all);
-    case FloatStorage::bf16: return add_float_rows<Bfloat16>(weights, all);
-    case FloatStorage::f16: return add_float_rows<Float16>(weights, all);
-    case FloatStorage::f32: return add_float_rows<Float32>(weights, all);
-  }
+  if (type == WeightType::fp8) return add_fp8_tiles(tiles, all);
+  if (type == WeightType::bf16) return add_float_rows<Bfloat16>(weights, all);
+  if (type == WeightType::f16) return add_float_rows<Float16>(weights, all);
+  add_float_rows<Float32>(weights, all);
 }
 
 }  // namespace

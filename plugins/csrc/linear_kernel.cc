@@ -13,7 +13,6 @@ namespace {
 constexpr size_t kMaxRowBlock = 64;                  // rows whose sums for one strip stay in L1
 constexpr size_t kMinRowBlock = 8;                   // fewer would read the weights too often
 constexpr size_t kActivationCacheBytes = 256 << 10;  // of L2, for a row block's activations
-constexpr size_t kMaxStripTiles = 4;
 
 // Some rows of a task, and one strip's sums for them: [rows, tiles, 16].
 struct Strip {
@@ -48,19 +47,12 @@ void start_from_bias(const LinearTask& task, const Strip& strip) {
   }
 }
 
-FloatStorage float_storage(WeightType type) {
-  return type == WeightType::fp8    ? FloatStorage::fp8
-         : type == WeightType::bf16 ? FloatStorage::bf16
-         : type == WeightType::f16  ? FloatStorage::f16
-                                    : FloatStorage::f32;
-}
-
 void add_products(const LinearTask& task, const Strip& strip) {
   if (!is_integer(task.type)) {
     const FloatTiles tiles{task.weight + strip.first_tile * task.tile_bytes, task.tile_bytes, strip.tiles,
                            task.in_features, task.group_size};
     const float* input = task.input + strip.row * task.in_features;
-    return add_float_tiles(float_storage(task.type), tiles, input, task.in_features, strip.rows, strip.sums);
+    return add_float_tiles(task.type, tiles, input, task.in_features, strip.rows, strip.sums);
   }
   const size_t blocks = task.in_features / kBlockInputs;
   for (size_t t = 0; t < strip.tiles; ++t) {
@@ -106,7 +98,7 @@ size_t rows_per_block(const LinearTask& task) {
 }
 
 void multiply(const LinearTask& task, size_t first, size_t last) {
-  alignas(64) float sums[kMaxRowBlock * kMaxStripTiles * kTileColumns];
+  alignas(64) float sums[kMaxRowBlock * kMaxFloatTiles * kTileColumns];
   const size_t row_block = rows_per_block(task), tiles = tile_count(task), strip_tiles = tiles_per_strip(task);
   for (size_t row = 0; row < task.rows; row += row_block) {
     const size_t rows = task.rows - row < row_block ? task.rows - row : row_block;

@@ -14,14 +14,6 @@
 
 namespace pagelet::PAGELET_ISA {
 
-PAGELET_INLINE void prefetch(const uint8_t* p) {
-#if defined(_MSC_VER)
-  (void)p;
-#else
-  __builtin_prefetch(p);
-#endif
-}
-
 PAGELET_INLINE int32_t four_activations(const int8_t* a) {
   int32_t bits;
   std::memcpy(&bits, a, sizeof bits);
