@@ -35,10 +35,11 @@ def build_graph(spec: ModelSpec, weights: StoredWeights, cache: CacheFormat, fol
 
     Inputs: input_ids, position_ids int64 [T]; cumulative_sequence_length int32 [S+1]; past_seqlens
     int32 [S]; block_table_g int32 [S, max_blocks] for each group of layers with the same window;
-    logits_indices int64 [R]; key_cache.i, value_cache.i of the cache type [blocks, block_size,
-    num_kv_heads, head_dim]; where it has scales, key_scale_cache.i, value_scale_cache.i float32 [blocks,
-    block_size, num_kv_heads]. Outputs: logits float32 [R, vocab] and the caches (key_cache_out.i, …), to be
-    bound to the very buffers of the inputs.
+    ancestor_mask int32 [N, W]: N = T, or [0, 0] where no sequence verifies a tree; logits_indices int64 [R];
+    key_cache.i, value_cache.i of the cache type [blocks, block_size, num_kv_heads, head_dim]; where it has
+    scales, key_scale_cache.i, value_scale_cache.i float32 [blocks, block_size, num_kv_heads]. Outputs:
+    logits float32 [R, vocab] and the caches (key_cache_out.i, …), to be bound to the very buffers of the
+    inputs.
     """
     build = _Builder(spec, weights, folder)
     residual = _decoder(build, spec, cache)
@@ -74,6 +75,7 @@ class _Step:
     cos: ir.Value
     sin: ir.Value
     position_ids: ir.Value
+    ancestor_mask: ir.Value
 
 
 def _step_inputs(build: "_Builder", spec: ModelSpec) -> _Step:
@@ -87,6 +89,7 @@ def _step_inputs(build: "_Builder", spec: ModelSpec) -> _Step:
         build.stored(build.weights.vectors["rope.cos"]),
         build.stored(build.weights.vectors["rope.sin"]),
         build.input("position_ids", "INT64", ["T"]),
+        build.input("ancestor_mask", "INT32", ["N", "W"]),
     )
 
 
@@ -111,7 +114,7 @@ def _attention(
         step.sin,
     ]
     return build.attention(
-        [qkv, None, None, *caches, *shared, *optional_scales, step.position_ids],
+        [qkv, None, None, *caches, *shared, *optional_scales, step.position_ids, step.ancestor_mask],
         [*caches, *scales],
         name=f"/layers.{layer}/attention/paged",
         num_heads=spec.num_heads,

@@ -25,6 +25,7 @@ def paged_attention(
     cos_cache: FloatArray | None = None,
     sin_cache: FloatArray | None = None,
     position_ids: IntArray | None = None,
+    ancestor_mask: IntArray | None = None,
     *,
     key_scale_cache: FloatArray | None = None,
     value_scale_cache: FloatArray | None = None,
@@ -52,6 +53,9 @@ def paged_attention(
         block_table: ``[S, max_blocks]``, the physical block of each logical block.
         cos_cache, sin_cache: ``[max_pos, rotary_dim / 2]``; without them nothing is rotated.
         position_ids: ``[T]``, rows of the two.
+        ancestor_mask: ``[T, words]``, int32: bit ``j % 32`` of word ``j / 32`` says that a row sees the
+            ``j``-th new row of its sequence, beside the past and itself. ``None`` or ``[0, 0]``: it sees all
+            before it.
         scale: of the scores; ``None`` or 0 means ``1 / sqrt(D)``.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0 means they stay.
         local_window_size: keys that a row sees, itself included; -1 or 0 means all.
@@ -79,13 +83,24 @@ def paged_attention(
         slots = block_slots(block_table[s], positions, key_cache.shape[1])
         write(key_cache, key_scale_cache, slots, k[begin:end])
         write(value_cache, value_scale_cache, slots, v[begin:end])
-        for row, position in zip(range(begin, end), positions.tolist(), strict=True):
-            first = max(0, position + 1 - local_window_size) if local_window_size > 0 else 0
-            seen = block_slots(block_table[s], np.arange(first, position + 1), key_cache.shape[1])
+        for index, row in enumerate(range(begin, end)):
+            path = ancestors(ancestor_mask, row, index)
+            visible = np.concatenate([np.arange(past), past + path, [past + index]])
+            visible = visible[-local_window_size:] if local_window_size > 0 else visible
+            seen = block_slots(block_table[s], visible, key_cache.shape[1])
             keys = read(key_cache, key_scale_cache, seen)
             values = read(value_cache, value_scale_cache, seen)
             output[row] = attend(q[row], keys, values, scale or head_size**-0.5, softcap)
     return output.reshape(tokens, num_heads * head_size).astype(np.float32)
+
+
+def ancestors(mask: IntArray | None, row: int, index: int) -> IntArray:
+    """Of the rows before ``row``, the one at ``index`` in its sequence, those that it sees, ascending."""
+    if mask is None or mask.size == 0:
+        return np.arange(index)
+    bits = mask[row].astype("<i4").view(np.uint8)
+    seen: IntArray = np.flatnonzero(np.unpackbits(bits, bitorder="little")[:index])
+    return seen
 
 
 def block_slots(block_row: IntArray, positions: IntArray, block_size: int) -> IntArray:

@@ -31,9 +31,11 @@ struct AttentionArgs {
   const float* sin_cache;
   const int64_t* position_ids;  // [tokens]
 
+  const int32_t* ancestor_mask;  // [tokens, mask_words], or null: no trees (see attention_tree.h)
+
   float* output;  // [tokens, num_heads * head_size]
 
-  int64_t tokens, sequences, blocks, block_size, max_blocks, max_positions;
+  int64_t tokens, sequences, blocks, block_size, max_blocks, max_positions, mask_words;
   int64_t num_heads, kv_num_heads, head_size, rotary_dim;
   int64_t window;  // keys that a row sees, itself included; 0: all
   float scale;
@@ -42,7 +44,7 @@ struct AttentionArgs {
 };
 
 // Rows [row_begin, row_end) of one sequence and one KV head, where row = token * (query heads per KV head) +
-// head, over some of the partitions that these rows see.
+// head, over some of the partitions that these rows see. In a tree the rows are of one branch.
 struct AttentionItem {
   int64_t sequence, kv_head;
   int64_t row_begin, row_end;
@@ -52,6 +54,8 @@ struct AttentionItem {
   float* partials;
   int64_t first_partition, partition_count;
   int64_t merge;  // the merge that waits for this item, or -1
+  int64_t unseen;  // earlier tokens of the step and sequence that these rows do not see
+  uint64_t path;   // where there are such: bit i says that token i is on the branch's path
 };
 
 // A state: accumulator [head_size], maximum, sum; padded to whole cache lines.

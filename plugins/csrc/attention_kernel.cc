@@ -20,6 +20,13 @@
 namespace pagelet::PAGELET_ISA {
 namespace {
 
+int64_t token_at(const Rows& rows, int64_t position) {
+  const AttentionArgs& args = rows.args;
+  const int64_t at = rows.item.sequence * args.max_blocks + position / args.block_size;
+  const int64_t slot = args.block_table[at] * args.block_size + position % args.block_size;
+  return slot * args.kv_num_heads + rows.item.kv_head;
+}
+
 // Where the tokens of a partition lie: key and value j are at out[j] * head_size, their scales at out[j].
 void find_tokens(const Rows& rows, int64_t partition, Range range, int64_t* out) {
   const AttentionArgs& args = rows.args;
@@ -29,6 +36,19 @@ void find_tokens(const Rows& rows, int64_t partition, Range range, int64_t* out)
   for (int64_t j = range.begin; j < range.end; ++j) {
     out[j] = (table[block] * args.block_size + offset) * args.kv_num_heads + rows.item.kv_head;
     if (++offset == args.block_size) ++block, offset = 0;
+  }
+}
+
+// The same for rows of a tree: behind the past come the tokens of their path, as if no others were between.
+void find_path(const Rows& rows, int64_t partition, Range range, int64_t* out) {
+  const AttentionArgs& args = rows.args;
+  const int64_t past = args.past_seqlens[rows.item.sequence];
+  find_tokens(rows, partition, {range.begin, min_of(range.end, past - partition * kPartitionKeys)}, out);
+  int64_t j = past - partition * kPartitionKeys;
+  for (int64_t token = 0; j < range.end; ++token) {
+    if (!(rows.item.path >> token & 1)) continue;
+    if (j >= range.begin) out[j] = token_at(rows, past + token);
+    ++j;
   }
 }
 
@@ -181,7 +201,8 @@ void attend_partition(const Rows& rows, int64_t partition, const Scratch& scratc
   const Range all = rows.visible_to(0, rows.count - 1, partition);
   int64_t tokens[kPartitionKeys];
   Scales scales;
-  find_tokens(rows, partition, all, tokens);
+  const auto find = rows.item.unseen > 0 ? find_path : find_tokens;
+  find(rows, partition, all, tokens);
   if constexpr (Cache::kScaled) gather_scales<Cache>(args, tokens, all, scales);
   const auto score = rows.direct() ? score_directly<Cache> : score_partition<Cache>;
   score(rows, partition, tokens, scratch);

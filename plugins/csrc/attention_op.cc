@@ -34,6 +34,7 @@ enum Input {
   kKeyScaleCache,
   kValueScaleCache,
   kPositionIds,
+  kAncestorMask,
 };
 enum Output { kOutput, kKeyCacheOut, kValueCacheOut, kKeyScaleCacheOut, kValueScaleCacheOut };
 
@@ -123,6 +124,7 @@ class PagedAttention {
       {ort::kFloat, ort::kOptional},
       {ort::kFloat, ort::kOptional},
       {ort::kInt64, ort::kOptional},
+      {ort::kInt32, ort::kOptional},
   };
   static constexpr ort::Port kOutputs[] = {
       {ort::kFloat},
@@ -148,6 +150,7 @@ class PagedAttention {
     read_activations(context, args);
     read_lengths(context, args);
     read_rotation(context, args);
+    read_trees(context, args);
     check_indices(args);
     bind_outputs(context, args);
     run(context.parallel_for(), args);
@@ -247,6 +250,16 @@ class PagedAttention {
     args.sin_cache = sine.as<float>();
     args.position_ids = positions.as<int64_t>();
     args.rotary_interleaved = attributes_.rotary_interleaved != 0;
+  }
+
+  // [0, 0] says that no sequence of the step has a tree.
+  static void read_trees(const ort::Context& context, AttentionArgs& args) {
+    const ort::Tensor mask = context.input(kAncestorMask);
+    if (!mask.present || (mask.rank == 2 && mask.dims[0] == 0 && mask.dims[1] == 0)) return;
+    ort::expect_shape(mask, "ancestor_mask", {args.tokens, -1});
+    require(mask.dims[1] > 0, "ancestor_mask has no words, expected a bit for each row of a sequence");
+    args.ancestor_mask = mask.as<int32_t>();
+    args.mask_words = mask.dims[1];
   }
 
   static void bind_outputs(const ort::Context& context, AttentionArgs& args) {

@@ -5,6 +5,8 @@
 #include <string>
 #include <thread>
 
+#include "attention_tree.h"
+
 namespace pagelet {
 namespace {
 
@@ -90,17 +92,19 @@ int64_t block_rows(const AttentionArgs& args) {
   return std::clamp<int64_t>(wanted, kSmallestBlock, kRowBlock);
 }
 
-// One item per block of rows. Later rows see more keys, so they come first.
-void add_items(const AttentionArgs& args, int64_t sequence, int64_t block,
+// One item per block of a branch's rows. Later rows see more keys, so they come first.
+void add_items(const AttentionArgs& args, int64_t sequence, const Branch& branch, int64_t block,
                std::vector<AttentionItem>& items) {
-  const int64_t group = args.num_heads / args.kv_num_heads, rows = length(args, sequence) * group;
-  const int64_t past = args.past_seqlens[sequence];
-  for (int64_t begin = (rows - 1) / block * block; begin >= 0; begin -= block) {
-    const int64_t end = std::min(rows, begin + block);
+  const int64_t group = args.num_heads / args.kv_num_heads;
+  const int64_t front = branch.begin * group, rows = branch.end * group - front;
+  const int64_t past = args.past_seqlens[sequence] - branch.unseen;  // of what these rows see
+  for (int64_t begin = front + (rows - 1) / block * block; begin >= front; begin -= block) {
+    const int64_t end = std::min(front + rows, begin + block);
     const int64_t first = first_visible(args, past + begin / group) / kPartitionKeys;
-    const int64_t last = (past + (end - 1) / group) / kPartitionKeys;
+    const int64_t last = (past + (end - 1) / group) / kPartitionKeys, count = last + 1 - first;
     for (int64_t head = 0; head < args.kv_num_heads; ++head) {
-      items.push_back({sequence, head, begin, end, first, last + 1, nullptr, first, last + 1 - first, -1});
+      items.push_back({sequence, head, begin, end, first, last + 1, nullptr, first, count, -1, branch.unseen,
+                       branch.path});
     }
   }
 }
@@ -142,6 +146,7 @@ void split_items(const AttentionArgs& args, AttentionPlan& plan) {
 void check_indices(const AttentionArgs& args) {
   check_lengths(args);
   for (int64_t s = 0; s < args.sequences; ++s) check_blocks(args, s);
+  for (int64_t s = 0; args.ancestor_mask && s < args.sequences; ++s) check_tree(args, s);
   for (int64_t t = 0; args.position_ids && t < args.tokens; ++t) {
     const int64_t position = args.position_ids[t];
     if (position < 0 || position >= args.max_positions) {
@@ -157,7 +162,11 @@ void make_plan(const AttentionArgs& args, AttentionPlan& plan) {
   const int64_t block = block_rows(args);
   int64_t partitions = 0;
   for (int64_t s = 0; s < args.sequences; ++s) {
-    if (length(args, s) > 0) add_items(args, s, block, plan.items);
+    for (int64_t row = 0; row < length(args, s);) {
+      const Branch branch = branch_from(args, s, row);
+      add_items(args, s, branch, block, plan.items);
+      row = branch.end;
+    }
   }
   for (const AttentionItem& item : plan.items) partitions = std::max(partitions, item.partition_count);
   if (partitions > 1 && int64_t(plan.items.size()) < enough_items()) split_items(args, plan);

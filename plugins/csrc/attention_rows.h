@@ -49,7 +49,7 @@ struct Rows {
   const AttentionArgs& args;
   const AttentionItem& item;
   int64_t count;
-  int64_t position[kRowBlock];  // of the row's token in its sequence
+  int64_t position[kRowBlock];  // of the row's token in its sequence; in a tree, on its path
   const float* query[kRowBlock];
   float* output[kRowBlock];
   int64_t token[kRowBlock];  // in the batch
@@ -60,7 +60,7 @@ struct Rows {
     for (int64_t row = 0; row < count; ++row) {
       const int64_t index = (item.row_begin + row) / group;
       const int64_t head = item.kv_head * group + (item.row_begin + row) % group;
-      position[row] = args.past_seqlens[item.sequence] + index;
+      position[row] = args.past_seqlens[item.sequence] + index - item.unseen;
       token[row] = args.cumulative_sequence_length[item.sequence] + index;
       query[row] = args.query + token[row] * int64_t(args.query_stride) + head * args.head_size;
       output[row] = args.output + (token[row] * args.num_heads + head) * args.head_size;

@@ -8,7 +8,7 @@ import numpy as np
 
 from pagelet.models.errors import BackendError, BundleError
 from pagelet.models.manifest import Manifest
-from pagelet.runtime.backends.base import ByteArray, Float32Array, StepBatch
+from pagelet.runtime.backends.base import ByteArray, Float32Array, Int32Array, StepBatch
 from pagelet.runtime.backends.cpu_cache import CpuCache, cache_names, cache_shape
 from pagelet.runtime.cache_layout import CacheLayout
 from pagelet.runtime.cores import CORES
@@ -18,9 +18,13 @@ __all__ = ["CpuBackend", "cache_shape"]
 if TYPE_CHECKING:
     from onnxruntime import IOBinding, SessionOptions
 
+_NO_TREES: Int32Array = np.empty((0, 0), np.int32)
+
 
 class CpuBackend:
     """An ONNX Runtime session, the caches' memory, and one binding that lives as long as they do."""
+
+    row_noise = 0.0  # every op reduces a row in one order: docs/exactness.md
 
     def __init__(
         self, graph: Path, manifest: Manifest, layout: CacheLayout, *, threads: int, max_rows: int
@@ -48,11 +52,14 @@ class CpuBackend:
             session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
         except Exception as error:
             raise BackendError(f"ONNX Runtime cannot load {graph}: {error}") from error
-        _check_signature(
-            {i.name for i in session.get_inputs()}, {o.name for o in session.get_outputs()}, manifest
-        )
+        inputs = {i.name for i in session.get_inputs()}
+        # Bundles that were exported before trees were known lack this input.
+        self.supports_trees = "ancestor_mask" in inputs
+        _check_signature(inputs - {"ancestor_mask"}, {o.name for o in session.get_outputs()}, manifest)
         self._session = session
         self._binding = session.io_binding()
+        self._trees_bound = self.supports_trees
+        self._bind_trees(None)
         self._cache = CpuCache(manifest.spec, manifest.cache_type, layout)
         _bind_cache(self._binding, self._cache)
 
@@ -71,6 +78,7 @@ class CpuBackend:
         for group, (table, stride) in enumerate(zip(batch.block_tables, self._cache.strides, strict=True)):
             bind(f"block_table_{group}", table * np.int32(stride))  # what is negative stays so
         bind("logits_indices", batch.logits_indices)
+        self._bind_trees(batch.ancestor_mask)
         if rows > len(self._logits):
             self._logits = np.empty((rows, self.vocab_size), np.float32)
         logits = self._logits[:rows]
@@ -86,8 +94,23 @@ class CpuBackend:
             CORES.release(taken)
         return logits
 
+    def _bind_trees(self, mask: Int32Array | None) -> None:
+        """Steps without trees, one after another, leave the empty mask bound."""
+        if mask is None and not self._trees_bound:
+            return
+        if not self.supports_trees:
+            raise BackendError(
+                "a step has an ancestor_mask, but the bundle's graph has no such input. Export the bundle "
+                "again to verify trees of drafted tokens."
+            )
+        self._binding.bind_cpu_input("ancestor_mask", _NO_TREES if mask is None else mask)
+        self._trees_bound = mask is not None
+
     def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
         self._cache.copy_blocks(group, pairs)
+
+    def copy_slots(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
+        self._cache.copy_slots(group, pairs)
 
     def read_blocks(self, group: int, blocks: Sequence[int]) -> ByteArray:
         return self._cache.read_blocks(group, blocks)

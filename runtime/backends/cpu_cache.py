@@ -97,6 +97,7 @@ class CpuCache:
         layers = [spec.group_of(layer) for layer in range(spec.num_layers)]
         self.strides = [2 * layers.count(group) for group in range(len(layout.groups))]
         self.arrays: list[CacheArray] = []
+        self._block_size = layout.block_size
         self._regions: dict[tuple[int, bool], Array] = {}
         placed: Counter[tuple[int, bool]] = Counter()
         for name, out_name, layer in cache_names(spec, type_name):
@@ -113,11 +114,21 @@ class CpuCache:
             self.arrays.append(CacheArray(name, out_name, group, tensor[::stride], tensor, element))
 
     def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
-        stride = self.strides[group]
-        for region in (region for key, region in self._regions.items() if key[0] == group):
-            blocks = region.reshape(-1, stride, *region.shape[1:])
+        for blocks in self._blocks_of(group):
             for source, target in pairs:
                 blocks[target] = blocks[source]
+
+    def copy_slots(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
+        for blocks in self._blocks_of(group):
+            slots = blocks.swapaxes(1, 2)
+            for source, target in pairs:
+                slots[divmod(target, self._block_size)] = slots[divmod(source, self._block_size)]
+
+    def _blocks_of(self, group: int) -> Iterator[Array]:
+        """Each region of a group as [blocks, arrays, block_size, …]."""
+        for (owner, _), region in self._regions.items():
+            if owner == group:
+                yield region.reshape(-1, self.strides[group], *region.shape[1:])
 
     def read_blocks(self, group: int, blocks: Sequence[int]) -> ByteArray:
         arrays = [array.memory for array in self.arrays if array.group == group]

@@ -1,6 +1,7 @@
 // The attention kernels without ONNX Runtime: every instruction set and cache type of this build against a
-// plain reference that reads the same cache, and a prompt whole against token by token. For emulators, where no Python is (see
-// test_attention_emulated.py).
+// plain reference that reads the same cache, a prompt whole against token by token, and a tree's path against a
+// chain. For emulators, where no Python is (see test_emulated.py).
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <stdexcept>
@@ -90,7 +91,7 @@ struct Prompt {
     output.resize(size_t(shape.length * shape.num_heads * shape.head_size));
   }
 
-  void step(const AttentionKernel& kernel, int64_t begin, int64_t end) {
+  void step(const AttentionKernel& kernel, int64_t begin, int64_t end, const int32_t* ancestor_mask = nullptr) {
     const int32_t cumulative[] = {0, int32_t(end - begin)}, past = int32_t(begin);
     AttentionArgs args{};
     args.query = qkv.data() + begin * width;
@@ -104,6 +105,8 @@ struct Prompt {
     args.cumulative_sequence_length = cumulative;
     args.past_seqlens = &past;
     args.block_table = table.data();
+    args.ancestor_mask = ancestor_mask;
+    args.mask_words = 1;
     args.output = output.data() + begin * shape.num_heads * shape.head_size;
     args.tokens = end - begin;
     args.sequences = 1;
@@ -209,6 +212,28 @@ struct Prompt {
   std::vector<int32_t> table;
 };
 
+// The last 12 tokens as a tree: those at even places are a path, and each has one at an odd place for a leaf.
+bool tree_is_like_chain(const AttentionKernel& kernel, const CacheType& type, const Shape& shape) {
+  const int64_t rows = 12, past = shape.length - rows;
+  Prompt tree(shape, type), chain(shape, type);
+  int32_t mask[rows];
+  for (int64_t i = 0; i < rows; ++i) {
+    mask[i] = 0x555 & ((1 << i) - 1);
+    const float* drafted = &tree.qkv[size_t((past + i / 2 * 2) * tree.width)];
+    std::copy(drafted, drafted + tree.width, &chain.qkv[size_t((past + i / 2) * tree.width)]);
+  }
+  tree.step(kernel, 0, past);
+  tree.step(kernel, past, shape.length, mask);
+  chain.step(kernel, 0, past + rows / 2);
+  const size_t row = size_t(shape.num_heads * shape.head_size);
+  bool same = true;
+  for (size_t i = 0, first = size_t(past); i < size_t(rows / 2); ++i) {
+    const float *found = &tree.output[(first + 2 * i) * row], *expected = &chain.output[(first + i) * row];
+    same = same && std::memcmp(found, expected, row * sizeof(float)) == 0;
+  }
+  return same;
+}
+
 bool check(Isa isa, const CacheType& type, const Shape& shape) {
   const AttentionKernel& kernel = type.kernel(isa);
   if (shape.head_size % kernel.vector_width != 0) return true;
@@ -217,11 +242,13 @@ bool check(Isa isa, const CacheType& type, const Shape& shape) {
   for (int64_t t = 0; t < shape.length; ++t) single.step(kernel, t, t + 1);
   const bool same = std::memcmp(whole.output.data(), single.output.data(), whole.output.size() * 4) == 0 &&
                     whole.caches[0] == single.caches[0] && whole.caches[1] == single.caches[1];
+  const bool trees = tree_is_like_chain(kernel, type, shape);
   whole.read_caches();
   const double error = whole.error(), loss = whole.loss();
-  std::printf("%-8s %-4s head size %3d: error %.1e, loss %.1e, %s\n", isa_name(isa), type.name,
-              int(shape.head_size), error, loss, same ? "token by token alike" : "TOKEN BY TOKEN DIFFERS");
-  return same && error < 1e-5 /* float32 */ && loss <= type.loss;
+  std::printf("%-8s %-4s head size %3d: error %.1e, loss %.1e, %s, %s\n", isa_name(isa), type.name,
+              int(shape.head_size), error, loss, same ? "token by token alike" : "TOKEN BY TOKEN DIFFERS",
+              trees ? "in trees alike" : "IN TREES DIFFERENT");
+  return same && trees && error < 1e-5 /* float32 */ && loss <= type.loss;
 }
 
 }  // namespace

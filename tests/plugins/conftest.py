@@ -38,6 +38,7 @@ INPUT_TYPES = {
     "key_scale_cache": TensorProto.FLOAT,
     "value_scale_cache": TensorProto.FLOAT,
     "position_ids": TensorProto.INT64,
+    "ancestor_mask": TensorProto.INT32,
 }
 MAX_POSITIONS = 1200
 # NumPy has no FP8: its bits travel as uint8.
@@ -65,6 +66,7 @@ class Layer:
     rotary_interleaved: bool = False
     rotary: bool = True
     packed: bool = True
+    trees: bool = False
     cache_type: str = "f32"
     scale_inputs: tuple[str, ...] | None = None  # None: those that the cache type has
 
@@ -91,6 +93,7 @@ class Layer:
         absent = set(SCALE_CACHES) - set(self.caches)
         absent |= set() if self.rotary else set(ROTARY_INPUTS)
         absent |= {"key", "value"} if self.packed else set()
+        absent |= set() if self.trees else {"ancestor_mask"}
         return ["" if name in absent else name for name in INPUT_TYPES]
 
 

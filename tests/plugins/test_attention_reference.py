@@ -205,7 +205,8 @@ def test_every_instruction_set(isa: str) -> None:
     if isa == native.selected_isa():
         pytest.skip(f"{isa} is what the other tests run")
     files = [
-        str(Path(__file__).with_name(f"test_attention_{name}.py")) for name in ("reference", "invariance")
+        str(Path(__file__).with_name(f"test_attention_{name}.py"))
+        for name in ("reference", "invariance", "trees")
     ]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "not instruction_set", *files],

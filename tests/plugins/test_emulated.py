@@ -38,7 +38,17 @@ def build(folder: str, target: str, *options: str) -> Path:
 @pytest.mark.parametrize(
     ("isa", "names"),
     [
-        ("avx512", ("attention_reference", "attention_invariance", "linear", "linear_fused", "float_linear")),
+        (
+            "avx512",
+            (
+                "attention_reference",
+                "attention_invariance",
+                "attention_trees",
+                "linear",
+                "linear_fused",
+                "float_linear",
+            ),
+        ),
         ("avxvnni", ("linear", "linear_fused")),  # where it differs from AVX2
     ],
 )
