@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from pagelet.runtime.backends.base import Int32Array, Int64Array, StepBatch
 from pagelet.runtime.scheduler import Run, S
+from pagelet.runtime.speculation.proposal import depths, is_chain
 
 Int = TypeVar("Int", np.int32, np.int64)
 
@@ -34,10 +35,15 @@ class StepBuffers:
         positions: list[int] = []
         offsets: list[int] = [0]
         rows: list[int] = []
+        has_tree = False
         for index, run in enumerate(runs):
-            last = run.past + run.count
+            last = run.past + run.count - run.num_drafted
             tokens += run.sequence.tokens[run.past : last]
             positions += range(run.past, last)
+            if proposal := run.sequence.proposal:
+                tokens += [candidate.token for candidate in proposal]
+                positions += [last + depth for depth in depths(proposal)]
+                has_tree = has_tree or not is_chain(proposal)
             offsets.append(len(tokens))
             rows += range(len(tokens) - run.num_logits, len(tokens))
             # 4 bytes per block: a copy of the row is cheaper than to track what changed in it.
@@ -50,7 +56,24 @@ class StepBuffers:
             _filled(self._past, [run.past for run in runs]),
             tuple(table[: len(runs)] for table in self._tables),
             _filled(self._logits, rows or [0]),
+            _ancestor_mask(runs) if has_tree else None,
         )
+
+
+def _ancestor_mask(runs: list[Run[S]]) -> Int32Array:
+    """int32 [T, W]: the rows of its own sequence that each row descends from; see StepBatch."""
+    num_words = -(-max(run.count for run in runs) // 32)
+    masks: list[int] = []
+    for run in runs:
+        first = run.count - run.num_drafted
+        mine = [(1 << row) - 1 for row in range(first + 1)]  # the last one: of what follows the last token
+        after_last = mine.pop()
+        for candidate in run.sequence.proposal:
+            parent = first + candidate.parent
+            mine.append(mine[parent] | 1 << parent if candidate.parent >= 0 else after_last)
+        masks += mine
+    words = b"".join(mask.to_bytes(4 * num_words, "little") for mask in masks)
+    return np.frombuffer(words, "<i4").reshape(len(masks), num_words).astype(np.int32, copy=False)
 
 
 def _filled(buffer: NDArray[Int], values: list[int]) -> NDArray[Int]:

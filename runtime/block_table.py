@@ -83,6 +83,10 @@ class BlockTable:
         self.first, self.end = first, first + len(blocks)
         self.blocks[self.first : self.end] = blocks
 
+    def slot(self, position: int) -> int:
+        """Where the token at a position is: block * block_size + offset."""
+        return int(self.blocks[position // self._block_size]) * self._block_size + position % self._block_size
+
     def mapped(self) -> list[int]:
         """Physical blocks in logical order."""
         mapped: list[int] = self.blocks[self.first : self.end].tolist()

@@ -5,10 +5,12 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from pagelet.models.errors import CapacityError, InputError
 from pagelet.models.strict import reject_unknown
+
+Speculate = Literal["auto", "ngram", "draft", "off"]
 
 _UNITS = {
     "": 1,
@@ -33,6 +35,8 @@ _BOUNDS = {
     "max_queue": (1, 1_000_000),
     "max_queue_tokens": (1, 1 << 40),
     "max_context": (1, 1 << 24),
+    "num_draft_tokens": (0, 64),
+    "max_draft_tokens": (1, 64),
 }
 
 
@@ -52,6 +56,13 @@ class EngineConfig:
         max_context: tokens of one sequence; None: the model's own limit.
         prefix_cache: keep the blocks of finished sequences until memory is needed, for later requests
             that begin with the same tokens.
+        speculate: who guesses ahead: "ngram" finds in the text itself what followed the last tokens before,
+            "draft" asks a second model, "auto" is both as far as there are any, "off" nobody. The text is the
+            same in any case.
+        draft: bundle of a smaller model with the same tokenizer; its cache is part of `kv_memory`.
+        num_draft_tokens: candidates for each sequence in every step; None: as many as are expected to pay.
+        max_draft_tokens: most candidates for a sequence in one step.
+        share_ngrams: "ngram" looks into earlier replies of this engine too, under the same `cache_salt`.
 
     Raises:
         InputError: a value of the wrong type or out of its bounds.
@@ -65,22 +76,42 @@ class EngineConfig:
     max_queue_tokens: int = 1 << 24
     max_context: int | None = None
     prefix_cache: bool = True
+    speculate: Speculate = "auto"
+    draft: str | Path | None = None
+    num_draft_tokens: int | None = None
+    max_draft_tokens: int = 48
+    share_ngrams: bool = False
 
     def __post_init__(self) -> None:
         if self.kv_memory is not None:
             parse_size(self.kv_memory, "kv_memory")
         for name, (least, most) in _BOUNDS.items():
             value = getattr(self, name)
-            if value is None and name in ("threads", "max_context"):
+            if value is None and _DEFAULTS[name] is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
                 raise InputError(f"{name} is {value!r}; expected a whole number from {least} to {most}.")
-        if not isinstance(self.prefix_cache, bool):
-            raise InputError(f"prefix_cache is {self.prefix_cache!r}; expected true or false.")
+        for name in ("prefix_cache", "share_ngrams"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise InputError(f"{name} is {value!r}; expected true or false.")
+        self._check_speculation()
         if self.max_step_tokens < self.max_sequences:
             raise InputError(
                 f"max_step_tokens is {self.max_step_tokens}, below max_sequences, {self.max_sequences}: "
                 "each running sequence needs a token per step. Raise the one or lower the other."
+            )
+
+    def _check_speculation(self) -> None:
+        if self.speculate not in get_args(Speculate):
+            known = ", ".join(map(repr, get_args(Speculate)))
+            raise InputError(f"speculate is {self.speculate!r}; expected one of {known}.")
+        if self.draft is not None and not isinstance(self.draft, str | Path):
+            raise InputError(f"draft is {self.draft!r}; expected the folder of a bundle, or None.")
+        if self.speculate == "draft" and self.draft is None:
+            raise InputError("speculate is 'draft', but no draft is given; pass the folder of its bundle.")
+        if self.draft is not None and self.speculate in ("off", "ngram"):
+            raise InputError(
+                f"a draft is given, but speculate is {self.speculate!r}; leave one out, or set it to 'auto'."
             )
 
     @classmethod
@@ -110,6 +141,9 @@ class EngineConfig:
                 "Lower kv_memory or close other programs."
             )
         return size
+
+
+_DEFAULTS = {f.name: f.default for f in fields(EngineConfig)}
 
 
 def parse_size(value: int | str, name: str) -> int:

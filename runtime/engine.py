@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -17,9 +17,11 @@ from pagelet.runtime.config import EngineConfig
 from pagelet.runtime.opening import OnOpenProgress, open_bundle
 from pagelet.runtime.prompts import LengthLimits, Prompt
 from pagelet.runtime.request import Chunk, ChunkStream, Completion, Request
-from pagelet.runtime.request_options import OnProgress, Options, RequestOptions
+from pagelet.runtime.request_options import OnProgress, Options, RequestOptions, TokenMask
 from pagelet.runtime.sampling import SamplingParams
 from pagelet.runtime.session import LoadedSession, SaveOptions, SessionInfo, load, save
+from pagelet.runtime.speculation.choice import lookups
+from pagelet.runtime.speculation.proposer import Proposer
 from pagelet.runtime.stats import EngineStats
 from pagelet.runtime.step_loop import StepLoop
 from pagelet.runtime.submission import Submitter
@@ -44,13 +46,17 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         manifest: Manifest | None = None,
+        proposers: Sequence[Proposer] | None = None,
     ) -> None:
-        """Start a step loop over `backend`, which belongs to the engine from here on."""
+        """Start a step loop over `backend`, which belongs to the engine from here on.
+
+        So do `proposers`; None: those that `config.speculate` names and that need no model.
+        """
         self.config = config or EngineConfig()
         self.tokenizer = tokenizer
         self.manifest = manifest
         self.vocab_size = backend.vocab_size
-        self._loop = StepLoop(backend, self.config)
+        self._loop = StepLoop(backend, self.config, lookups(self.config) if proposers is None else proposers)
         context = self._loop.context
         limits = LengthLimits(context, backend.layout.max_tokens(context))
         self._submitter = Submitter(self._loop, tokenizer, self.vocab_size, limits)
@@ -69,18 +75,25 @@ class Engine:
 
         Args:
             verify: hash the weights too, not only the small files.
-            on_progress: told (stage, fraction) in this thread; stages are "verify", "tokenizer" and
-                "session". If it returns False the opening is cancelled.
+            on_progress: told (stage, fraction) in this thread; stages are "verify", "tokenizer",
+                "session" and, with a draft, "draft". If it returns False the opening is cancelled.
 
         Raises:
             BundleError: the bundle is damaged, incomplete, foreign or newer.
-            CapacityError: the KV cache does not fit into memory, or not one block into `kv_memory`.
+            CapacityError: the KV cache does not fit into memory, or not one block into `kv_memory`; with a
+                draft, of both models.
+            InputError: the draft's tokenizer, vocabulary, context or target is not the bundle's.
             BackendError: the engine underneath is missing or refuses the graph.
             CancelledError: `on_progress` returned False.
         """
         config = config or EngineConfig()
-        backend, tokenizer, manifest = open_bundle(Path(path), config, verify, on_progress)
-        return cls(backend, tokenizer, config, manifest=manifest)
+        opened = open_bundle(Path(path), config, verify, on_progress)
+        engine = cls(
+            opened.backend, opened.tokenizer, config, manifest=opened.manifest, proposers=opened.proposers
+        )
+        if config.draft is not None:
+            engine._loop.measure_steps()
+        return engine
 
     @property
     def spec(self) -> ModelSpec | None:
@@ -105,12 +118,15 @@ class Engine:
         cache_salt: str | None = None,
         prefix_cache: bool = True,
         on_context_full: OnContextFull = "refuse",
+        speculate: bool = True,
+        token_mask: TokenMask | None = None,
     ) -> Request:
         """Queue a request and return at once.
 
         Args:
             prompt: raw text, a list of messages (they go through the chat template), or token ids.
-            priority, timeout, on_progress, cache_salt, prefix_cache, on_context_full: see RequestOptions.
+            priority, timeout, on_progress, cache_salt, prefix_cache, on_context_full, speculate, token_mask:
+                see RequestOptions.
 
         Raises:
             InputError: an empty prompt, a token id outside the vocabulary, or a parameter out of range.
@@ -119,7 +135,16 @@ class Engine:
             QueueFullError: too much waits at this moment.
             EngineClosedError: the engine is closed, or belongs to the process this one was forked from.
         """
-        options = RequestOptions(priority, timeout, on_progress, cache_salt, prefix_cache, on_context_full)
+        options = RequestOptions(
+            priority,
+            timeout,
+            on_progress,
+            cache_salt,
+            prefix_cache,
+            on_context_full,
+            speculate,
+            token_mask,
+        )
         return self._submitter.submit(self._submitter.encode(prompt, params, options), params, options)
 
     def generate(

@@ -4,49 +4,161 @@ import ctypes
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 
-from pagelet.models.errors import BundleError, CancelledError
+from pagelet.models.errors import BundleError, CancelledError, CapacityError
 from pagelet.models.manifest import Manifest, check_files, load_manifest
 from pagelet.runtime.backends.base import Backend
-from pagelet.runtime.config import EngineConfig
+from pagelet.runtime.cache_layout import CacheShape
+from pagelet.runtime.config import EngineConfig, available_memory
 from pagelet.runtime.cores import physical_cores
+from pagelet.runtime.speculation.choice import lookups
+from pagelet.runtime.speculation.draft import DraftProposer
+from pagelet.runtime.speculation.pairing import check_pair
+from pagelet.runtime.speculation.proposer import Proposer
+from pagelet.runtime.speculation.speculator import MAX_ROWS
 from pagelet.runtime.tasks import Scoring
 from pagelet.runtime.text import Tokenizer
 
-# (stage, fraction of it that is done); False cancels. Stages: "verify", "tokenizer", "session".
+# (stage, fraction of it that is done); False cancels. Stages: "verify", "tokenizer", "session", "draft".
 OnOpenProgress = Callable[[str, float], bool | None]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What an engine is made of."""
+
+    backend: Backend
+    tokenizer: Tokenizer
+    manifest: Manifest
+    proposers: list[Proposer]
+
+
+@dataclass(frozen=True)
+class _Model:
+    """A bundle whose files were checked, and the shape of its cache."""
+
+    folder: Path
+    manifest: Manifest
+    shape: CacheShape
+
+    def load(self, num_bytes: int, context: int, config: EngineConfig, max_rows: int) -> Backend:
+        from pagelet.runtime.backends.cpu import CpuBackend
+
+        return CpuBackend(
+            self.folder / self.manifest.graph,
+            self.manifest,
+            self.shape.layout(num_bytes, context),
+            threads=config.threads or physical_cores(),
+            max_rows=max_rows,
+        )
 
 
 def open_bundle(
     folder: Path, config: EngineConfig, verify: bool, on_progress: OnOpenProgress | None
-) -> tuple[Backend, Tokenizer, Manifest]:
+) -> Opened:
     """What `Engine.open` does; errors as there. Nothing stays open if it fails or is cancelled."""
 
     def report(stage: str, fraction: float) -> None:
         if on_progress is not None and on_progress(stage, fraction) is False:
             raise CancelledError(f"opening {folder} was cancelled in stage {stage!r}.")
 
-    manifest = load_manifest(folder)
-    _check_files(folder, manifest, verify, report)
-    load = _backend_loader(folder, manifest, config)
+    target = _checked(folder, config, verify, report)
+    draft = None if config.draft is None else _checked(Path(config.draft), config, verify, report)
+    context = min(target.manifest.spec.max_context, config.max_context or target.manifest.spec.max_context)
+    budgets = _budgets(target, draft, context, config)
+    max_rows = config.max_sequences + Scoring.max_chunk + MAX_ROWS
     # The graph is loaded without the interpreter's lock, which the tokenizer's file is read with.
+    proposers = lookups(config)
     with ThreadPoolExecutor(1, "pagelet-open") as pool:
-        loading = pool.submit(load)
+        loading = pool.submit(target.load, budgets[0], context, config, max_rows)
         try:
             report("tokenizer", 0.0)
-            tokenizer = Tokenizer.open(folder, manifest.text)
+            tokenizer = Tokenizer.open(folder, target.manifest.text)
             report("tokenizer", 1.0)
             report("session", 0.0)
             backend = loading.result()
             report("session", 1.0)
+            if draft is not None:
+                report("draft", 0.0)
+                proposers.append(_open_draft(target, draft, budgets[1], context, config))
+                report("draft", 1.0)
         except BaseException:
             if loading.exception() is None:
                 loading.result().close()
+            for proposer in proposers:
+                proposer.close()
             raise
     _trim_heap()
-    return backend, tokenizer, manifest
+    return Opened(backend, tokenizer, target.manifest, proposers)
+
+
+def _checked(
+    folder: Path, config: EngineConfig, verify: bool, report: Callable[[str, float], None]
+) -> _Model:
+    manifest = load_manifest(folder)
+    _check_files(folder, manifest, verify, report)
+    if manifest.target != "cpu":
+        raise BundleError(f"{folder} is for the target {manifest.target!r}; this runtime serves 'cpu'.")
+    from pagelet.runtime.backends.cpu import cache_shape
+
+    return _Model(folder, manifest, cache_shape(manifest, config.max_step_tokens))
+
+
+def _budgets(target: _Model, draft: _Model | None, context: int, config: EngineConfig) -> list[int]:
+    """Bytes of each model's cache: one budget, divided so that both hold as many tokens."""
+    models = [target] if draft is None else [target, draft]
+    if draft is not None:
+        check_pair(target.folder, target.manifest, draft.folder, draft.manifest, context)
+        _check_room(draft)
+
+    def sequence_bytes(num_tokens: int) -> int:
+        return sum(model.shape.sequence_bytes(num_tokens) for model in models)
+
+    total = config.cache_bytes(sequence_bytes, context)
+    if draft is not None and total < sequence_bytes(1):
+        raise CapacityError(
+            f"{total} bytes are given to the KV cache, but one block of the target and one of the draft take "
+            f"{target.shape.sequence_bytes(1)} and {draft.shape.sequence_bytes(1)}. Raise kv_memory."
+        )
+    shares = [model.shape.sequence_bytes(context) for model in models]
+    # At least one block each, which whoever has the smaller share may not have.
+    parts = [
+        max(total * share // sum(shares), model.shape.sequence_bytes(1))
+        for model, share in zip(models, shares, strict=True)
+    ]
+    return [min(parts[0], total - sum(parts[1:])), *parts[1:]]
+
+
+def _check_room(draft: _Model) -> None:
+    """The target alone is let in beside what is free; a second model must not push it into swap."""
+    weights = sum(entry.bytes for entry in draft.manifest.files.values() if entry.weights)
+    if weights > (free := available_memory()):
+        raise CapacityError(
+            f"the draft {draft.folder} has {weights} bytes of weights, but only {free} bytes of memory are "
+            "free beside the target. Close other programs, or open without a draft."
+        )
+
+
+def _open_draft(
+    target: _Model, draft: _Model, num_bytes: int, context: int, config: EngineConfig
+) -> DraftProposer:
+    backend = draft.load(num_bytes, context, config, config.max_sequences)
+    try:
+        proposer = DraftProposer(
+            backend,
+            vocab_size=target.manifest.spec.vocab_size,
+            context=context,
+            max_sequences=config.max_sequences,
+            max_step_tokens=config.max_step_tokens,
+            prefix_cache=config.prefix_cache,
+        )
+        proposer.measure()
+    except BaseException:
+        backend.close()
+        raise
+    return proposer
 
 
 def _trim_heap() -> None:
@@ -69,22 +181,3 @@ def _check_files(
 
     report("verify", 0.0)
     check_files(folder, manifest, weights=verify, on_bytes=on_bytes)
-
-
-def _backend_loader(folder: Path, manifest: Manifest, config: EngineConfig) -> Callable[[], Backend]:
-    """What is quick is checked here; the function that is returned opens the backend."""
-    if manifest.target != "cpu":
-        raise BundleError(f"{folder} is for the target {manifest.target!r}; this runtime serves 'cpu'.")
-    from pagelet.runtime.backends.cpu import CpuBackend, cache_shape
-
-    shape = cache_shape(manifest, config.max_step_tokens)
-    context = min(manifest.spec.max_context, config.max_context or manifest.spec.max_context)
-    num_bytes = config.cache_bytes(shape.sequence_bytes, context)
-    return partial(
-        CpuBackend,
-        folder / manifest.graph,
-        manifest,
-        shape.layout(num_bytes, context),
-        threads=config.threads or physical_cores(),
-        max_rows=config.max_sequences + Scoring.max_chunk,
-    )

@@ -24,7 +24,11 @@ FinishReason = Literal["stop", "length", "cancelled", "timeout"]
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts of a request; of `prompt_tokens`, `cached_tokens` were not computed anew."""
+    """Token counts of a request.
+
+    Of `prompt_tokens`, `cached_tokens` were not computed anew. `drafted_tokens` were verified beside the
+    text, and `accepted_tokens` of them are in it.
+    """
 
     prompt_tokens: int
     completion_tokens: int
@@ -138,6 +142,8 @@ class Request:
         self.deadline = math.inf if options.timeout is None else self.submitted + options.timeout
         self.first_token: float | None = None
         self.last_token = self.submitted
+        self.drafted_tokens = 0
+        self.accepted_tokens = 0
         # The samples that run; empty from the end on, so that a handle keeps neither them nor the engine.
         self.samples: tuple[Generation, ...] = ()
         self._on_cancel: Callable[[tuple[Generation, ...]], None] | None = on_cancel

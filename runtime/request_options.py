@@ -1,15 +1,20 @@
 """RequestOptions: how a request is served, beside what it samples; validated where it enters."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypedDict, get_args
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pagelet.models.errors import InputError
 from pagelet.runtime.truncation import OnContextFull
 
 # (prompt tokens read, prompt tokens in all); False cancels the request.
 OnProgress = Callable[[int, int], bool | None]
+# (tokens generated so far) to bool [vocab], True where the next token is allowed; None allows all.
+TokenMask = Callable[[Sequence[int]], "NDArray[np.bool_] | None"]
 MAX_SALT_CHARACTERS = 1_024
 
 
@@ -22,6 +27,8 @@ class Options(TypedDict, total=False):
     cache_salt: str | None
     prefix_cache: bool
     on_context_full: OnContextFull
+    speculate: bool
+    token_mask: TokenMask | None
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,9 @@ class RequestOptions:
         prefix_cache: find and publish blocks at all.
         on_context_full: what becomes of messages that leave no room for a reply: "refuse" them, or "truncate"
             them, which drops the oldest turns after the system prompt and says how many messages it took.
+        speculate: let the engine guess ahead where it can; the text is the same either way.
+        token_mask: which tokens may come next, asked before each draw in the engine's own thread, so it must
+            be quick; the same tokens must give the same answer. Bool [vocab], or None for all.
 
     Raises:
         InputError: a value of the wrong type or out of its range.
@@ -49,6 +59,8 @@ class RequestOptions:
     cache_salt: str | None = None
     prefix_cache: bool = True
     on_context_full: OnContextFull = "refuse"
+    speculate: bool = True
+    token_mask: TokenMask | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.priority, int):
@@ -62,8 +74,11 @@ class RequestOptions:
             raise InputError(
                 f"cache_salt is {str(salt)[:40]!r}; expected 1 to {MAX_SALT_CHARACTERS} characters, or None."
             )
-        if not isinstance(self.prefix_cache, bool):
-            raise InputError(f"prefix_cache is {self.prefix_cache!r}; expected true or false.")
+        for name in ("prefix_cache", "speculate"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise InputError(f"{name} is {value!r}; expected true or false.")
+        if self.token_mask is not None and not callable(self.token_mask):
+            raise InputError(f"token_mask is {self.token_mask!r}; expected a function, or None.")
         if self.on_context_full not in get_args(OnContextFull):
             known = " or ".join(map(repr, get_args(OnContextFull)))
             raise InputError(f"on_context_full is {self.on_context_full!r}; expected {known}.")

@@ -5,12 +5,14 @@ Not thread-safe: the step loop owns it.
 """
 
 from bisect import insort
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from pagelet.runtime.block_manager import BlockManager
 from pagelet.runtime.prefix_cache import Prefix
 from pagelet.runtime.sequence_cache import SequenceCache
+from pagelet.runtime.speculation.proposal import Proposal
 
 
 class Sequence:
@@ -18,6 +20,7 @@ class Sequence:
 
     Attributes:
         tokens: prompt and generated token ids. The step loop appends; nothing else changes it.
+        proposal: candidates that the next step verifies behind `tokens`, as far as there is room.
         cache: the blocks of its tokens.
         rank: sort key, lower is served first: (-priority, arrival number).
         origin: a sequence with the same first tokens, whose blocks it begins with; only until it starts.
@@ -27,6 +30,7 @@ class Sequence:
     """
 
     max_chunk: int | None = None
+    proposal: Proposal = ()
 
     def __init__(
         self,
@@ -57,12 +61,20 @@ S = TypeVar("S", bound=Sequence)
 
 @dataclass(frozen=True)
 class Run(Generic[S]):
-    """A sequence's part of a step: tokens `past` to `past + count`, logits for the last `num_logits`."""
+    """A sequence's part of a step: `count` tokens behind `past`, the last `num_drafted` of them candidates.
+
+    Logits are wanted for the last `num_logits`.
+    """
 
     sequence: S
     past: int
     count: int
     num_logits: int
+    num_drafted: int = 0
+
+    @property
+    def reads_prompt(self) -> bool:
+        return self.count - self.num_drafted > 1
 
 
 class Scheduler(Generic[S]):
@@ -79,8 +91,17 @@ class Scheduler(Generic[S]):
         waiting, running: sequences, both sorted by rank.
     """
 
-    def __init__(self, blocks: BlockManager, *, max_sequences: int, max_step_tokens: int) -> None:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        *,
+        max_sequences: int,
+        max_step_tokens: int,
+        on_leave: Callable[[S], None] = lambda sequence: None,
+    ) -> None:
+        """`on_leave` is told of every sequence that gave its blocks back, for good or for now."""
         self.blocks = blocks
+        self._on_leave = on_leave
         self.num_preempted = 0
         self.num_looked_up = 0
         self.num_found = 0
@@ -104,6 +125,7 @@ class Scheduler(Generic[S]):
         sequence.scheduled = False
         sequence.origin = None
         self._blocked = None
+        self._on_leave(sequence)
 
     def clear(self) -> None:
         """Forget every sequence and free its blocks."""
@@ -121,6 +143,7 @@ class Scheduler(Generic[S]):
             if count and sequence not in preempted and self._reserve(sequence, count, preempted):
                 plan[sequence] = count
                 budget -= count
+        budget -= self._add_candidates(plan, preempted, budget)
         if not preempted:
             self._admit(plan, budget)
         self.blocks.note_peak()
@@ -132,12 +155,27 @@ class Scheduler(Generic[S]):
             victim = self.running[-1]
             victim.cache.free()
             self.running.pop()
+            victim.proposal = ()
             self.add(victim)
             preempted.add(victim)
             self.num_preempted += 1
+            self._on_leave(victim)
             if victim is sequence:
                 return False
         return True
+
+    def _add_candidates(self, plan: dict[S, int], preempted: set[S], budget: int) -> int:
+        """Read proposals where blocks are left: no sequence loses any to a guess. Returns how many."""
+        total = 0
+        for sequence, count in plan.items():
+            wanted = sequence.proposal[: budget - total]
+            may_guess = sequence not in preempted and not sequence.num_unread
+            if not (wanted and may_guess and sequence.cache.append(len(wanted))):
+                wanted = ()
+            sequence.proposal = wanted
+            plan[sequence] = count + len(wanted)
+            total += len(wanted)
+        return total
 
     def _admit(self, plan: dict[S, int], budget: int) -> None:
         """Start waiting sequences while their whole prompt fits beside what the running ones still read."""
@@ -223,4 +261,4 @@ def _prefix(sequence: Sequence) -> Prefix:
 def _run(sequence: S, count: int) -> Run[S]:
     end = sequence.cache.length
     num_logits = max(0, min(count, end - sequence.logits_from))
-    return Run(sequence, end - count, count, num_logits)
+    return Run(sequence, end - count, count, num_logits, len(sequence.proposal))

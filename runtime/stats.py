@@ -1,8 +1,11 @@
 """EngineStats: what an engine has done and holds, and the bounded counters behind it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+from pagelet.runtime.scheduler import Run, S
 
 # Step times are taken over this many steps, so that statistics never grow.
 _WINDOW = 512
@@ -29,6 +32,12 @@ class EngineStats:
         prefill_tokens, decode_tokens: tokens read by steps; a token read again after a preemption
             counts again.
         step_seconds_median, step_seconds_p95: of one step, sampling included; 0 before the first.
+        drafted_tokens: candidates that steps verified beside the text; `accepted_tokens` of them became
+            text, which is the `acceptance_rate`.
+        tokens_per_step: generated tokens of a sequence in one step, 1 without speculation.
+        seconds_saved: estimate of the time that speculation saved so far; below 0 where it cost time.
+        reruns: tokens that a step without candidates decided, where a target's rows vary with the batch.
+        speculation_failure: why a proposer was given up; None while all work.
     """
 
     kv_bytes: int
@@ -53,6 +62,13 @@ class EngineStats:
     decode_tokens: int
     step_seconds_median: float
     step_seconds_p95: float
+    drafted_tokens: int
+    accepted_tokens: int
+    acceptance_rate: float
+    tokens_per_step: float
+    seconds_saved: float
+    reruns: int
+    speculation_failure: str | None
 
 
 class StepCounters:
@@ -65,11 +81,12 @@ class StepCounters:
         self.decode_tokens = 0
         self._seconds = np.zeros(_WINDOW)
 
-    def count(self, run_lengths: list[int], seconds: float) -> None:
-        """A step that read `run_lengths` tokens of each of its sequences."""
-        decoded = run_lengths.count(1)
+    def count(self, runs: Sequence[Run[S]], seconds: float) -> None:
+        """A step; of a sequence that decodes, candidates do not count."""
+        read = sum(run.count - run.num_drafted for run in runs)
+        decoded = sum(not run.reads_prompt for run in runs)
         self.decode_tokens += decoded
-        self.prefill_tokens += sum(run_lengths) - decoded
+        self.prefill_tokens += read - decoded
         self._seconds[self.steps % _WINDOW] = seconds
         self.steps += 1
 

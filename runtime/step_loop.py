@@ -26,6 +26,10 @@ from pagelet.runtime.block_manager import BlockManager
 from pagelet.runtime.config import EngineConfig
 from pagelet.runtime.request import FinishReason
 from pagelet.runtime.scheduler import Run, Scheduler
+from pagelet.runtime.speculation.proposal import TokenIndices
+from pagelet.runtime.speculation.proposer import Proposer
+from pagelet.runtime.speculation.speculator import MAX_ROWS, Speculator
+from pagelet.runtime.speculation.trials import measure
 from pagelet.runtime.stats import EngineStats, StepCounters
 from pagelet.runtime.step_calls import StepCalls
 from pagelet.runtime.step_thread import StepThread
@@ -43,7 +47,7 @@ class StepLoop:
         closed: why nothing is taken any more; None while open.
     """
 
-    def __init__(self, backend: Backend, config: EngineConfig) -> None:
+    def __init__(self, backend: Backend, config: EngineConfig, proposers: Sequence[Proposer] = ()) -> None:
         layout = backend.layout
         self.context = min(backend.max_context, config.max_context or backend.max_context)
         self.closed: EngineClosedError | None = None
@@ -51,8 +55,18 @@ class StepLoop:
             layout, self.context, fingerprint=backend.fingerprint, prefix_cache=config.prefix_cache
         )
         max_step_tokens = min(config.max_step_tokens, layout.max_step_tokens)
+        self.speculator = Speculator(
+            proposers,
+            num_draft_tokens=config.num_draft_tokens,
+            max_draft_tokens=config.max_draft_tokens,
+            trees=backend.supports_trees,
+            max_rows=MAX_ROWS,
+        )
         self.scheduler: Scheduler[Task] = Scheduler(
-            self.blocks, max_sequences=config.max_sequences, max_step_tokens=max_step_tokens
+            self.blocks,
+            max_sequences=config.max_sequences,
+            max_step_tokens=max_step_tokens,
+            on_leave=self.speculator.forget,
         )
         self.backend = backend
         self._max_queue = config.max_queue
@@ -138,11 +152,21 @@ class StepLoop:
 
     def check_integrity(self) -> None:
         """Check the blocks between two steps; AssertionError tells what is wrong."""
-        self.call(lambda: self.blocks.check_integrity(task.cache for task in self.scheduler.running))
+
+        def check() -> None:
+            self.blocks.check_integrity(task.cache for task in self.scheduler.running)
+            self.speculator.check_integrity()
+
+        self.call(check)
+
+    def measure_steps(self) -> None:
+        """Learn what steps cost by trial, for a plan from the first step on; only before any request."""
+        self.call(lambda: measure(self.backend, self.speculator.costs, MAX_ROWS))
 
     def stats(self) -> EngineStats:
         running = list(self.scheduler.running)
         scheduler, counters, blocks = self.scheduler, self._counters, self.blocks
+        speculation = self.speculator.counters
         return EngineStats(
             kv_bytes=blocks.layout.num_bytes,
             block_size=blocks.block_size,
@@ -166,6 +190,13 @@ class StepLoop:
             decode_tokens=counters.decode_tokens,
             step_seconds_median=counters.step_seconds(50),
             step_seconds_p95=counters.step_seconds(95),
+            drafted_tokens=speculation.drafted,
+            accepted_tokens=speculation.accepted,
+            acceptance_rate=speculation.accepted / max(speculation.drafted, 1),
+            tokens_per_step=speculation.tokens / max(speculation.sequence_steps, 1),
+            seconds_saved=speculation.seconds_saved,
+            reruns=speculation.reruns,
+            speculation_failure=speculation.failure,
         )
 
     def close(self) -> None:
@@ -177,6 +208,7 @@ class StepLoop:
             if self.closed is None:
                 self.closed = EngineClosedError("the engine is closed; open it again to go on.")
             self._fail_all(self.closed)
+            self.speculator.close()
             self.backend.close()
 
     # Called by the step thread
@@ -186,18 +218,24 @@ class StepLoop:
         started = time.perf_counter()
         self._take_requests()
         self._calls.run()
+        self.speculator.propose(self.scheduler.running)
         runs = self.scheduler.schedule()
         if not runs:
             return False
         try:
             for group, pairs in self.blocks.take_copies().items():
                 self.backend.copy_blocks(group, pairs)
-            logits = self.backend.run(self._buffers.fill(runs))
+            batch = self._buffers.fill(runs)
+            computing = time.perf_counter()
+            logits = self.backend.run(batch)
+            computed = time.perf_counter() - computing
         except Exception as error:
             self._fail_step(runs, error)
             return True
-        self._postprocess(runs, logits)
-        self._counters.count([run.count for run in runs], time.perf_counter() - started)
+        num_tokens = self._postprocess(runs, logits)
+        self._counters.count(runs, time.perf_counter() - started)
+        if not any(run.reads_prompt for run in runs):
+            self.speculator.count_step(runs, num_tokens, computed)
         return True
 
     def abort(self, error: BaseException) -> None:
@@ -227,21 +265,42 @@ class StepLoop:
             self._next_deadline = min(later, default=math.inf)
         self._end_all([task for task in tasks if task.deadline <= now], "timeout")
 
-    def _postprocess(self, runs: list[Run[Task]], logits: Float32Array) -> None:
-        row = 0
+    def _postprocess(self, runs: list[Run[Task]], logits: Float32Array) -> int:
+        """Hand out the logits and settle what is in the cache; returns how many tokens were generated."""
+        row = num_tokens = 0
         for run in runs:
             task, rows = run.sequence, logits[row : row + run.num_logits]
             row += run.num_logits
             if task.finished:  # a sample beside it failed just now
                 continue
-            task.cache.commit(task.tokens)
+            length = len(task.tokens)
             try:
-                task.advance(rows)
+                self._settle(run, task.advance(rows))
             except Exception as error:
                 self._fail(task, error)
             else:
+                num_tokens += len(task.tokens) - length
                 if task.finished:
                     self.scheduler.remove(task)
+        return num_tokens
+
+    def _settle(self, run: Run[Task], accepted: TokenIndices) -> None:
+        """Keep in the cache what became text, and nothing else."""
+        task = run.sequence
+        if run.num_drafted:
+            self._move_accepted(run, accepted)
+            task.cache.truncate(len(task.tokens) - 1)
+        task.cache.commit(task.tokens)
+        self.speculator.settle(run, accepted)
+
+    def _move_accepted(self, run: Run[Task], accepted: TokenIndices) -> None:
+        """Put an accepted path of a tree where its tokens belong: behind one another."""
+        first = run.past + run.count - run.num_drafted
+        moved = [(first + index, first + place) for place, index in enumerate(accepted) if index != place]
+        if moved:
+            for group, table in enumerate(run.sequence.cache.tables):
+                pairs = [(table.slot(source), table.slot(target)) for source, target in moved]
+                self.backend.copy_slots(group, pairs)
 
     def _end_all(self, tasks: Sequence[Task], reason: FinishReason) -> None:
         for task in tasks:

@@ -140,4 +140,5 @@ class Submitter:
             stop_token_ids=frozenset((*params.stop_token_ids, *end_ids)),
             max_length=max_length,
             with_logprobs=params.logprobs is not None,
+            row_noise=self.loop.backend.row_noise,
         )

@@ -10,9 +10,10 @@ import numpy as np
 from pagelet.models.errors import CancelledError, InputError, PageletError
 from pagelet.runtime.backends.base import Float32Array
 from pagelet.runtime.request import Choice, Chunk, Completion, FinishReason, Request, Timings, Usage
-from pagelet.runtime.sampling import SampledToken, Sampler
+from pagelet.runtime.sampling import Mask, SampledToken, Sampler
 from pagelet.runtime.scheduler import Sequence
 from pagelet.runtime.sequence_cache import SequenceCache
+from pagelet.runtime.speculation.proposal import TokenIndices, follower
 from pagelet.runtime.text import TextStream
 
 
@@ -37,8 +38,11 @@ class Task(Sequence):
         return math.inf
 
     @abstractmethod
-    def advance(self, logits: Float32Array) -> None:
-        """After a step that read tokens of this sequence: logits float32 [rows, vocab], rows may be 0."""
+    def advance(self, logits: Float32Array) -> TokenIndices:
+        """After a step that read tokens of this sequence: logits float32 [rows, vocab], rows may be 0.
+
+        Returns the indices of the candidates that became text, in its order.
+        """
 
     @abstractmethod
     def end(self, reason: FinishReason) -> None:
@@ -66,6 +70,7 @@ class Generation(Task):
         stop_token_ids: frozenset[int],
         max_length: int,
         with_logprobs: bool,
+        row_noise: float,
     ) -> None:
         super().__init__(tokens, cache, rank, origin)
         self.request = request
@@ -77,6 +82,13 @@ class Generation(Task):
         self.max_length = max_length
         self._logprobs: list[SampledToken] | None = [] if with_logprobs else None
         self._delivered = len(tokens)
+        self._row_noise = row_noise
+        self._undecided = False  # the next step reads the last token without candidates
+
+    @property
+    def undecided(self) -> bool:
+        """Whether the last step left a token to the next one, which decides it alone."""
+        return self._undecided
 
     @property
     def finished(self) -> bool:
@@ -90,27 +102,78 @@ class Generation(Task):
     def deadline(self) -> float:
         return self.request.deadline
 
-    def advance(self, logits: Float32Array) -> None:
+    @property
+    def max_candidates(self) -> int:
+        """Most tokens that a proposal may have now: none but for a sequence that generates."""
+        if self.num_unread != 1 or self._undecided or not self.request.options.speculate:
+            return 0
+        return max(0, self.max_length - len(self.tokens) - 1)
+
+    def advance(self, logits: Float32Array) -> TokenIndices:
+        """Draw a token from the last one's row, and while it is a candidate, the next from that one's row.
+
+        So the text is what plain decoding draws, whatever was proposed; other candidates' rows are not used.
+        """
         if self.request.first_token is None and self._index == 0:
             self._report_progress()
-        if not len(logits):
-            return
-        sampled = self._sampler.sample(logits[-1], len(self.tokens))
-        self._sampler.accept(sampled.token_id)
-        self.tokens.append(sampled.token_id)
+        text, reason = "", None
+        accepted: list[int] = []
+        row = 0
+        while row < len(logits) and reason is None:
+            token_id = self._draw(logits[row])
+            if token_id is None:
+                break
+            more, reason = self._append(token_id)
+            text += more
+            candidate = follower(self.proposal, row - 1, token_id)
+            if candidate < 0:
+                break
+            accepted.append(candidate)
+            row = candidate + 1
+        self.request.drafted_tokens += len(self.proposal)
+        self.request.accepted_tokens += len(accepted)
+        if reason is not None:
+            self._end(text, reason)
+        elif text:
+            self._deliver(text)
+        return accepted
+
+    def guess(self, logits: Float32Array, guessed: list[int]) -> int | None:
+        """What a draft's logits float32 [vocab] say comes after `guessed`, drawn as the target's will be.
+
+        The penalties know the text without `guessed`. None where nothing can be drawn.
+        """
+        try:
+            mask = self._mask(guessed)
+            return self._sampler.sample(logits, len(self.tokens) + len(guessed), mask).token_id
+        except PageletError:  # the target meets the same mask, and a draft's bad logits are not the request's
+            return None
+
+    def _draw(self, logits: Float32Array) -> int | None:
+        """The next token; None where the target's rows vary and this one, beside candidates, is too close."""
+        mask = self._mask([])
+        position = len(self.tokens)
+        noise = self._row_noise if self.proposal else 0.0
+        self._undecided = noise > 0 and not self._sampler.is_decided(logits, position, mask, noise)
+        if self._undecided:
+            return None
+        sampled = self._sampler.sample(logits, position, mask)
         if self._logprobs is not None:
             self._logprobs.append(sampled)
+        return sampled.token_id
+
+    def _append(self, token_id: int) -> tuple[str, FinishReason | None]:
+        """Add a token to the sequence; the text that it completes, and why it ends here, if it does."""
+        self._sampler.accept(token_id)
+        self.tokens.append(token_id)
         self.request.last_token = time.monotonic()
         if self.request.first_token is None:
             self.request.first_token = self.request.last_token
-        is_end = sampled.token_id in self._stop_token_ids
-        text = "" if is_end else self._text.push(sampled.token_id)
+        is_end = token_id in self._stop_token_ids
+        text = "" if is_end else self._text.push(token_id)
         if is_end or self._text.stopped:
-            self._end(text, "stop")
-        elif len(self.tokens) >= self.max_length:
-            self._end(text, "length")
-        elif text:
-            self._deliver(text)
+            return text, "stop"
+        return text, "length" if len(self.tokens) >= self.max_length else None
 
     def end(self, reason: FinishReason) -> None:
         self._end("", reason)
@@ -138,6 +201,17 @@ class Generation(Task):
             logprobs = tuple(self._logprobs[len(self._logprobs) - len(token_ids) :])
         self._delivered = len(self.tokens)
         self.request.deliver(Chunk(text, token_ids, self._index, reason, logprobs))
+
+    def _mask(self, guessed: list[int]) -> Mask | None:
+        """The request's mask for the token after `guessed`, checked."""
+        token_mask = self.request.options.token_mask
+        if token_mask is None:
+            return None
+        try:
+            mask = token_mask(self.tokens[self.request.prompt_tokens :] + guessed)
+        except BaseException as error:  # as with on_progress
+            raise InputError(f"the request's token_mask raised {error!r}; the request was ended.") from error
+        return None if mask is None else self._sampler.checked_mask(mask)
 
     def _report_progress(self) -> None:
         if self.request.on_progress is None:
@@ -177,11 +251,12 @@ class Scoring(Task):
     def group(self) -> tuple[Task, ...]:
         return (self,)
 
-    def advance(self, logits: Float32Array) -> None:
+    def advance(self, logits: Float32Array) -> TokenIndices:
         self._logits[self._num_scored : self._num_scored + len(logits)] = logits
         self._num_scored += len(logits)
         if self._num_scored == len(self.tokens):
             self.future.set_result(self._logits)
+        return ()
 
     def end(self, reason: FinishReason) -> None:
         self.fail(CancelledError(f"scoring was ended early: {reason}."))
@@ -198,5 +273,7 @@ def _completion(request: Request, choices: tuple[Choice, ...], cached_tokens: in
     since = request.submitted
     first = None if request.first_token is None else request.first_token - since
     timings = Timings(time.monotonic() - since, first, rate)
-    usage = Usage(request.prompt_tokens, generated, cached_tokens)
+    usage = Usage(
+        request.prompt_tokens, generated, cached_tokens, request.drafted_tokens, request.accepted_tokens
+    )
     return Completion(choices, usage, timings, request.dropped_messages)

@@ -105,6 +105,48 @@ class Sampler:
             return SampledToken(token_id)
         return _with_logprobs(logits, token_id, self._params.logprobs)
 
+    def checked_mask(self, mask: object) -> Mask:
+        """Raises InputError if `mask` is not bool [vocab]."""
+        if isinstance(mask, np.ndarray) and mask.dtype == np.bool_ and mask.shape == (self._vocab_size,):
+            return mask
+        found = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, np.ndarray) else type(mask).__name__
+        raise InputError(f"the token mask is {found}; expected a NumPy array, bool [{self._vocab_size}].")
+
+    def is_decided(self, logits: FloatArray, position: int, mask: Mask | None, noise: float) -> bool:
+        """Whether `sample` draws the same token from any logits within `noise` of these.
+
+        Args:
+            noise: above 0; by how much a logit may differ. Otherwise as in `sample`.
+        """
+        scores = self._edited(logits) if self._edits_logits else logits
+        if mask is not None:
+            scores = _masked(scores, mask)
+        # Both the winner and another one may be off; a penalty may enlarge it.
+        reach = 2.0 * noise * max(1.0, self._params.repetition_penalty, 1.0 / self._params.repetition_penalty)
+        if self._params.temperature > 0.0:
+            return self._draw_is_decided(scores, position, reach / self._params.temperature)
+        first, second = np.partition(scores, scores.size - 2)[-2:][::-1]
+        return bool(first - second > reach)
+
+    @_LETS_OVERFLOW
+    def _draw_is_decided(self, scores: FloatArray, position: int, reach: float) -> bool:
+        key = row_key(self._seed, self._sample_index, position)
+        scaled = scores / np.float32(self._params.temperature)
+        totals = scaled + gumbel(key, np.arange(scaled.size, dtype=np.uint32))
+        if not self._filters:
+            first, second = np.partition(totals, totals.size - 2)[-2:][::-1]
+            return bool(first - second > reach)
+        ids = surviving(scaled, self._filters)
+        # Whoever stands within reach of the filters' edge, or next to it, may be in or out.
+        outside = np.delete(np.arange(scaled.size), ids)
+        last, next_one = scaled[ids].min(), scaled[outside].max(initial=-np.inf)
+        sure = ids[scaled[ids] > last + reach]
+        unsure = np.setdiff1d(np.flatnonzero(scaled >= next_one - reach), sure)
+        winner = int(ids[totals[ids].argmax()])
+        others = np.setdiff1d(np.union1d(ids, unsure), [winner])
+        alone = not len(others) or bool(totals[winner] - totals[others].max() > reach)
+        return alone and (winner in sure or not len(outside))
+
     @_LETS_OVERFLOW
     def _edited(self, logits: FloatArray) -> FloatArray:
         """A copy of the logits with the penalties and the biases, in float32 as transformers has them."""

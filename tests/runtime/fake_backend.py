@@ -5,12 +5,14 @@ A wrong block, slot, position or length changes the hash of a sequence's history
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pagelet.models.errors import BackendError
+from pagelet.runtime import Engine, SamplingParams
 from pagelet.runtime.backends import StepBatch
 from pagelet.runtime.cache_layout import CacheLayout, GroupLayout
 
@@ -78,6 +80,8 @@ class FakeBackend:
         )
         self.fingerprint = "fake"
         self.cache_type = "f32"
+        self.row_noise = 0.0
+        self.supports_trees = False
         self.vocab_size = vocab_size
         self.max_context = max_context
         self.before_run = before_run
@@ -102,6 +106,11 @@ class FakeBackend:
         for source, target in pairs:
             self._caches[group][target] = self._caches[group][source]
         self.copies += len(pairs)
+
+    def copy_slots(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
+        slots = self._caches[group].reshape(-1)
+        for source, target in pairs:
+            slots[target] = slots[source]
 
     def read_blocks(self, group: int, blocks: Sequence[int]) -> NDArray[np.uint8]:
         return self._caches[group][list(blocks)].view(np.uint8)
@@ -164,3 +173,24 @@ def failing_once(message: str) -> Callable[[StepBatch], None]:
             raise failures.pop()
 
     return before_run
+
+
+@contextmanager
+def held(engine: Engine, backend: FakeBackend) -> Iterator[None]:
+    """Keep the engine in a step of another request until all that is submitted within has arrived."""
+    entered, submitted = threading.Event(), threading.Event()
+    before_run = backend.before_run
+
+    def wait(batch: StepBatch) -> None:
+        entered.set()
+        assert submitted.wait(timeout=30)
+
+    backend.before_run = wait
+    first = engine.submit([2], SamplingParams(max_tokens=1), prefix_cache=False)
+    assert entered.wait(timeout=30)
+    try:
+        yield
+    finally:
+        backend.before_run = before_run
+        submitted.set()
+    first.result(timeout=30)

@@ -32,7 +32,8 @@ def params(max_tokens: int = 8, **others: Any) -> SamplingParams:
 def test_samples_share_one_prompt_and_differ_as_they_do_alone(
     make_engine: MakeEngine, windows: tuple[int, ...], prefix_cache: bool, length: int
 ) -> None:
-    engine, backend = make_engine({"windows": windows, "num_blocks": 200}, prefix_cache=prefix_cache)
+    model = {"windows": windows, "num_blocks": 200}
+    engine, backend = make_engine(model, prefix_cache=prefix_cache, speculate="off")
     done = engine.generate(prompt_of(length), params(10, n=5, temperature=1.0, seed=3))
     # The prompt once, its last token for each of the others, and nine generated tokens each.
     assert sum(map(sum, backend.batches)) == length + 4 + 5 * 9
@@ -63,7 +64,7 @@ def test_samples_that_fill_the_whole_cache_take_turns(
     make_engine: MakeEngine, windows: tuple[int, ...], prefix_cache: bool
 ) -> None:
     """A copy needs a block more than the sequence itself, which is not there: nothing may wait for ever."""
-    engine, _ = make_engine({"windows": windows, "num_blocks": 5}, prefix_cache=prefix_cache)
+    engine, _ = make_engine({"windows": windows, "num_blocks": 5}, prefix_cache=prefix_cache, speculate="off")
     for length in (3, 15, 16, 17, 18, 20):
         new = min(4, 21 - length)
         for done in engine.generate_all([prompt_of(length)] * 2, params(new, n=3)):
@@ -78,7 +79,7 @@ def test_a_running_request_is_forked_without_reading_it_again(
     make_engine: MakeEngine, windows: tuple[int, ...], prefix_cache: bool
 ) -> None:
     gate = Gate()
-    engine, backend = make_engine({"before_run": gate, "windows": windows})
+    engine, backend = make_engine({"before_run": gate, "windows": windows}, speculate="off")
     prompt = prompt_of(30)
     parent = engine.submit(prompt, params(40), prefix_cache=prefix_cache)
     gate.let(7)

@@ -1,0 +1,1 @@
+"""Speculative decoding: guess several tokens ahead, check them all in one step, keep what is right."""
