@@ -76,6 +76,7 @@ def bench(bundle: Path, options: BenchOptions, on_run: Callable[[int, int, str],
         threads=options.threads,
         kv_memory=options.kv_memory,
         max_sequences=options.sequences,
+        speculate="off",  # `tools.speculation_bench` measures that, on texts that are no random tokens
         prefix_cache=False,  # nothing may come from the cache, and a kept prefix would count as memory in use
     )
     began = time.perf_counter()

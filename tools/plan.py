@@ -36,7 +36,8 @@ class Plan:
         weights, cache_type: what the following numbers are for.
         cache_bytes: the cache of `sequences` × `context` tokens, in whole blocks; layers with a window
             hold that and one step's tokens.
-        fits: weights and that cache are within `memory`.
+        draft_weight_bytes, draft_cache_bytes: of the draft, with a cache for as many tokens.
+        fits: weights and caches are within `memory`.
         max_tokens: tokens of cache beside the weights, over all sequences; 0 if the weights do not fit.
         decode_tokens_per_second: of all sequences together, if every byte came at full bandwidth once a step.
     """
@@ -53,9 +54,26 @@ class Plan:
     max_tokens: int
     max_sequences: int
     decode_tokens_per_second: float | None = None
+    draft_weight_bytes: int = 0
+    draft_cache_bytes: int = 0
+
+    @property
+    def needed(self) -> int:
+        """Bytes of all weights and caches."""
+        weights = self.weight_bytes[self.weights] + self.draft_weight_bytes
+        return weights + self.cache_bytes + self.draft_cache_bytes
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """The second model of a plan, and the types that it is stored in."""
+
+    spec: ModelSpec
+    weights: str
+    cache_type: str
 
 
 def weight_bytes(spec: ModelSpec, kind: str) -> int:
@@ -86,14 +104,28 @@ def plan(
     context: int | None = None,
     sequences: int = 1,
     bandwidth: float | None = None,
+    draft: Draft | None = None,
 ) -> Plan:
-    """Plan `sequences` of `context` tokens each in `memory` bytes; `bandwidth` in bytes per second."""
+    """Plan `sequences` of `context` tokens each in `memory` bytes; `bandwidth` in bytes per second.
+
+    A draft keeps as many tokens as the target; the bound of the speed is without its guesses.
+    """
     context = min(context or spec.max_context, spec.max_context)
     held = weight_bytes(spec, weights)
-    shape = CacheShape.of(spec, cache_type, BLOCK_SIZE, EngineConfig().max_step_tokens)
-    each, left = shape.sequence_bytes(context), max(memory - held, 0)
-    cache = each * sequences
+    shapes = [_cache_shape(spec, cache_type)]
+    draft_weights = 0
+    if draft is not None:
+        draft_weights = weight_bytes(draft.spec, draft.weights)
+        shapes.append(_cache_shape(draft.spec, draft.cache_type))
+    caches = [shape.sequence_bytes(context) for shape in shapes]
+    each, left = sum(caches), max(memory - held - draft_weights, 0)
+    cache = caches[0] * sequences
     whole, rest = divmod(left, each)
+    # What is left is divided between the models as the rest is.
+    longest = min(
+        shape.longest_sequence(rest * mine // each, context)
+        for shape, mine in zip(shapes, caches, strict=True)
+    )
     rate = None
     if bandwidth:
         rate = sequences * bandwidth / (_bytes_read(spec, weights) + cache)
@@ -106,11 +138,17 @@ def plan(
         sequences=sequences,
         memory=memory,
         cache_bytes=cache,
-        fits=held + cache <= memory,
-        max_tokens=whole * context + shape.longest_sequence(rest, context),
+        fits=held + draft_weights + each * sequences <= memory,
+        max_tokens=whole * context + longest,
         max_sequences=whole,
         decode_tokens_per_second=rate,
+        draft_weight_bytes=draft_weights,
+        draft_cache_bytes=sum(caches[1:]) * sequences,
     )
+
+
+def _cache_shape(spec: ModelSpec, cache_type: str) -> CacheShape:
+    return CacheShape.of(spec, cache_type, BLOCK_SIZE, EngineConfig().max_step_tokens)
 
 
 def _bytes_read(spec: ModelSpec, kind: str) -> int:

@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument("--repeat", type=int, default=5)
     args = parser.parse_args()
     times = []
-    with Engine.open(args.bundle, EngineConfig(threads=2)) as engine:
+    with Engine.open(args.bundle, EngineConfig(threads=2, speculate="off")) as engine:
         for seed in range(args.repeat + 1):  # the first warms up
             pair = measure(engine, args.prefix_tokens, args.own_tokens, seed)
             times.append([completion.timings.time_to_first_token or 0.0 for completion in pair])

@@ -20,6 +20,7 @@ _HELP = "Ctrl-D or /exit ends, Ctrl-C stops an answer (at the prompt it ends too
 def add_parsers(commands: Any) -> None:
     parser = commands.add_parser("chat", help="a conversation on the terminal", description=__doc__)
     common.add_engine_options(parser)
+    common.add_speculation_options(parser)
     parser.add_argument("--system", metavar="TEXT", help="a system message")
     parser.add_argument(
         "--session", type=Path, metavar="FILE", help="go on from this file if it exists; saved at the end"
@@ -33,7 +34,7 @@ def run(args: argparse.Namespace) -> None:
         _check_session(args.session)
     params = common.sampling_params(args)
     opening = [{"role": "system", "content": args.system}] if args.system else []
-    with common.open_engine(args) as engine:
+    with common.open_engine(args, **common.speculation(args)) as engine:
         if not engine.tokenizer.has_chat_template:
             raise InputError(f"{args.bundle} has no chat template; use `pagelet generate --raw`.")
         chat = Chat(engine, params, list(opening))

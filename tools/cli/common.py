@@ -4,10 +4,11 @@ import argparse
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pagelet.models.errors import InputError
 from pagelet.runtime import Engine, EngineConfig, SamplingParams
+from pagelet.runtime.config import Speculate
 
 _MAX_INPUT_BYTES = 64 << 20
 
@@ -21,6 +22,27 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "a quarter of the free memory",
     )
     parser.add_argument("--threads", type=int, metavar="N", help="default: the physical cores")
+
+
+def add_speculation_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--speculate",
+        choices=get_args(Speculate),
+        default="auto",
+        help="who guesses ahead: the text itself (ngram), the draft, both (auto), nobody (off); the text "
+        "is the same in any case. Default: auto",
+    )
+    parser.add_argument(
+        "--draft",
+        type=Path,
+        metavar="BUNDLE",
+        help="a smaller model with the same tokenizer that guesses ahead",
+    )
+
+
+def speculation(args: argparse.Namespace) -> dict[str, Any]:
+    """Of EngineConfig, what `add_speculation_options` asked for."""
+    return {"speculate": args.speculate, "draft": args.draft}
 
 
 def open_engine(args: argparse.Namespace, **config: Any) -> Engine:

@@ -14,6 +14,7 @@ from pagelet.tools.cli import common
 def add_parsers(commands: Any) -> None:
     parser = commands.add_parser("generate", help="write text from a prompt", description=__doc__)
     common.add_engine_options(parser)
+    common.add_speculation_options(parser)
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument(
         "--prompt", metavar="TEXT", help="goes through the bundle's chat template, if it has one"
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
     params = common.sampling_params(args)
     text = common.read_text(args.prompt_file) if args.prompt_file else args.prompt
     messages = common.read_messages(args.messages) if args.messages else None
-    with common.open_engine(args) as engine:
+    with common.open_engine(args, **common.speculation(args)) as engine:
         prompt = messages or build_prompt(engine, text, system=args.system, raw=args.raw)
         if args.json or not args.stream:
             completion = engine.generate(prompt, params)
@@ -80,8 +81,9 @@ def show(engine: Engine, prompt: Any, params: Any) -> Completion:
 def speed(completion: Completion) -> str:
     usage, timings = completion.usage, completion.timings
     first, rate = timings.time_to_first_token or 0.0, timings.decode_tokens_per_second or 0.0
+    guessed = f", {usage.accepted_tokens} of them guessed ahead" if usage.accepted_tokens else ""
     return (
-        f"{usage.prompt_tokens} prompt + {usage.completion_tokens} new tokens, "
+        f"{usage.prompt_tokens} prompt + {usage.completion_tokens} new tokens{guessed}, "
         f"first after {first:.2f} s, then {rate:.1f} tokens/s "
         f"({completion.finish_reason})"
     )

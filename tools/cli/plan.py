@@ -12,7 +12,7 @@ from pagelet.models.spec import ModelSpec, spec_from_config
 from pagelet.runtime.config import parse_size
 from pagelet.tools.cli import common
 from pagelet.tools.devices import DEVICES
-from pagelet.tools.plan import WEIGHT_TYPES, Plan, plan
+from pagelet.tools.plan import WEIGHT_TYPES, Draft, Plan, plan
 
 
 def add_parsers(commands: Any) -> None:
@@ -26,6 +26,9 @@ def add_parsers(commands: Any) -> None:
     parser.add_argument("--kv", choices=sorted(CACHE_TYPES), help="cache type; " + own + "f16")
     parser.add_argument("--context", type=int, metavar="N", help="tokens of a sequence; default: the model's")
     parser.add_argument("--sequences", type=int, default=1, metavar="M", help="at once; default: 1")
+    parser.add_argument(
+        "--draft", type=Path, metavar="SRC|BUNDLE", help="a second model beside it, which guesses ahead"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.set_defaults(run=run)
 
@@ -45,6 +48,7 @@ def run(args: argparse.Namespace) -> None:
         context=args.context,
         sequences=args.sequences,
         bandwidth=device.bandwidth if device else None,
+        draft=Draft(read_spec(args.draft), *_own_types(args.draft)) if args.draft else None,
     )
     print(
         json.dumps(made.to_json(), indent=1) if args.json else _table(made, device.title if device else None)
@@ -81,7 +85,6 @@ def read_spec(source: Path) -> ModelSpec:
 
 
 def _table(made: Plan, device: str | None) -> str:
-    need = made.weight_bytes[made.weights] + made.cache_bytes
     rows = [
         ("device", device or "as given"),
         ("memory for the model", _gib(made.memory)),
@@ -94,12 +97,20 @@ def _table(made: Plan, device: str | None) -> str:
             "asked for",
             f"{made.weights} weights + {made.sequences} × {made.context:,} tokens of {made.cache_type} cache",
         ),
-        ("needs", f"{_gib(need)}: {'fits' if made.fits else 'does NOT fit'}"),
+        *_draft_rows(made),
+        ("needs", f"{_gib(made.needed)}: {'fits' if made.fits else 'does NOT fit'}"),
         ("at most", f"{made.max_tokens:,} tokens of cache, {made.max_sequences} × {made.context:,}"),
     ]
     if made.decode_tokens_per_second is not None:
         rows.append(("decode, upper bound", f"{made.decode_tokens_per_second:,.0f} tokens/s in all"))
     return common.table(rows)
+
+
+def _draft_rows(made: Plan) -> list[tuple[str, str]]:
+    if not made.draft_weight_bytes:
+        return []
+    weights, cache = _gib(made.draft_weight_bytes), _gib(made.draft_cache_bytes)
+    return [("draft", f"{weights} weights + {cache} cache for the same tokens")]
 
 
 def _gib(size: int) -> str:

@@ -30,5 +30,7 @@ def open_engine(model: Path, threads: int, tokens: int) -> PageletEngine:
     room = tokens + 32 * manifest.block_size
     memory = room * cache_bytes_per_token(manifest.spec, manifest.cache_type)
     return PageletEngine(
-        Engine.open(model, EngineConfig(threads=threads, kv_memory=memory, prefix_cache=False))
+        Engine.open(
+            model, EngineConfig(threads=threads, kv_memory=memory, prefix_cache=False, speculate="off")
+        )
     )
