@@ -120,7 +120,12 @@ class Generation(Task):
         accepted: list[int] = []
         row = 0
         while row < len(logits) and reason is None:
-            token_id = self._draw(logits[row])
+            try:
+                token_id = self._draw(logits[row])
+            except PageletError:  # what comes before it was the reader's in plain decoding
+                if text:
+                    self._deliver(text)
+                raise
             if token_id is None:
                 break
             more, reason = self._append(token_id)

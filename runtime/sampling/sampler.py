@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagelet.models.errors import BackendError, InputError
-from pagelet.runtime.sampling.filters import FloatArray, active_filters, surviving, top_k
+from pagelet.runtime.sampling.filters import Filter, FloatArray, active_filters, surviving, top_k
 from pagelet.runtime.sampling.noise import exponential, gumbel, row_key, token_bits
 from pagelet.runtime.sampling.params import SamplingParams
 
@@ -137,15 +137,23 @@ class Sampler:
             first, second = np.partition(totals, totals.size - 2)[-2:][::-1]
             return bool(first - second > reach)
         ids = surviving(scaled, self._filters)
-        # Whoever stands within reach of the filters' edge, or next to it, may be in or out.
-        outside = np.delete(np.arange(scaled.size), ids)
-        last, next_one = scaled[ids].min(), scaled[outside].max(initial=-np.inf)
-        sure = ids[scaled[ids] > last + reach]
-        unsure = np.setdiff1d(np.flatnonzero(scaled >= next_one - reach), sure)
         winner = int(ids[totals[ids].argmax()])
-        others = np.setdiff1d(np.union1d(ids, unsure), [winner])
-        alone = not len(others) or bool(totals[winner] - totals[others].max() > reach)
-        return alone and (winner in sure or not len(outside))
+        # The winner must pass wherever it and the others stand, and beat whoever may pass then.
+        lowered = scaled.copy()
+        lowered[winner] -= np.float32(reach)
+        passes = winner in surviving(lowered, self._filters_within(-reach))
+        last = scaled[surviving(scaled, self._filters_within(reach))].min()
+        rivals = np.setdiff1d(np.flatnonzero(scaled >= last - reach), [winner])
+        return passes and bool(totals[winner] - totals[rivals].max(initial=-np.inf) > reach)
+
+    def _filters_within(self, reach: float) -> tuple[Filter, ...]:
+        """The filters, looser by what logits that differ by `reach` can do to them; below 0: stricter.
+
+        It multiplies the odds of top-p's mass, and the ratio that min-p bounds, by e^reach at most.
+        """
+        params, factor = self._params, math.exp(reach)
+        p = params.top_p * factor / (1.0 - params.top_p + params.top_p * factor)
+        return active_filters(params.top_k, p, params.min_p / factor)
 
     @_LETS_OVERFLOW
     def _edited(self, logits: FloatArray) -> FloatArray:

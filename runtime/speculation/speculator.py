@@ -13,6 +13,10 @@ from pagelet.runtime.tasks import Generation, Task
 
 # Candidates of one step; more rows of logits would not pay on any processor that a step is slow on.
 MAX_ROWS = 64
+# Times that proposers are asked in vain for a sequence before they are asked at every so many tokens only.
+# To ask takes about 1% of a small model's step.
+_PATIENCE = 8
+_PAUSE = 4
 
 
 @dataclass
@@ -72,6 +76,9 @@ class Speculator:
         self._max_rows = max_rows
         self._trees = trees
         self._proposed: dict[Generation, Proposer] = {}
+        self._in_vain: dict[
+            Generation, int
+        ] = {}  # times asked since anything was accepted
         self._drafting_seconds = 0.0
 
     def propose(self, tasks: Sequence[Task]) -> None:
@@ -82,7 +89,11 @@ class Speculator:
             return
         started = time.perf_counter()
         generating = [task for task in tasks if isinstance(task, Generation) and task.num_unread == 1]
-        self._fill(*self._best_plan(generating))
+        asked = [task for task in generating if self._is_asked(task)]
+        if asked:
+            self._fill(*self._best_plan(asked, len(generating)))
+            for task in asked:
+                self._in_vain[task] = self._in_vain.get(task, 0) + 1
         self._drafting_seconds = time.perf_counter() - started
 
     def settle(self, run: Run[Task], accepted: TokenIndices) -> None:
@@ -93,6 +104,8 @@ class Speculator:
             self.counters.accepted += len(accepted)
             self.counters.reruns += task.undecided
             self._proposed[task].observe(task, task.proposal, accepted)
+            if accepted:
+                self._in_vain[task] = 0
         task.proposal = ()
 
     def count_step(self, runs: Sequence[Run[Task]], num_tokens: int, seconds: float) -> None:
@@ -109,6 +122,7 @@ class Speculator:
     def forget(self, task: Task) -> None:
         """A sequence is over, or left the cache for now."""
         if isinstance(task, Generation):
+            self._in_vain.pop(task, None)
             for proposer in self._proposers:
                 proposer.forget(task)
 
@@ -122,28 +136,34 @@ class Speculator:
             proposer.close()
         self._proposers.clear()
 
-    def _best_plan(self, generating: list[Generation]) -> tuple[list[_Choice], list[int]]:
+    def _is_asked(self, task: Generation) -> bool:
+        """At every token, but where nothing was accepted for long at some only."""
+        return self._in_vain.get(task, 0) < _PATIENCE or len(task.tokens) % _PAUSE == 0
+
+    def _best_plan(self, asked: list[Generation], num_sequences: int) -> tuple[list[_Choice], list[int]]:
         """Free proposers alone, or all of them: whichever gives more tokens per second."""
         free = [proposer for proposer in self._proposers if not proposer.seconds([1])]
-        choices, lengths, rate = self._plan(generating, free)
+        choices, lengths, rate = self._plan(asked, free, num_sequences)
         if len(free) < len(self._proposers):
-            more, their_lengths, their_rate = self._plan(generating, self._proposers)
+            more, their_lengths, their_rate = self._plan(asked, self._proposers, num_sequences)
             if their_rate > rate or self._fixed is not None:
                 return more, their_lengths
         return choices, lengths
 
     def _plan(
-        self, generating: list[Generation], proposers: Sequence[Proposer]
+        self, asked: list[Generation], proposers: Sequence[Proposer], num_sequences: int
     ) -> tuple[list[_Choice], list[int], float]:
-        choices = [choice for task in generating if (choice := self._choose(task, proposers))]
+        choices = [choice for task in asked if (choice := self._choose(task, proposers))]
         if not choices:
-            return [], [], len(generating) / self.costs.seconds(max(len(generating), 1))
+            return [], [], num_sequences / self.costs.seconds(num_sequences)
         if self._fixed is not None:
             return choices, [len(choice.outlook) for choice in choices], 0.0
 
+        paid = [proposer for proposer in proposers if proposer.seconds([1])]
+
         def seconds(lengths: Sequence[int]) -> float:
-            total = self.costs.seconds(len(generating) + sum(lengths))
-            for proposer in proposers:
+            total = self.costs.seconds(num_sequences + sum(lengths))
+            for proposer in paid:
                 mine = [
                     length
                     for choice, length in zip(choices, lengths, strict=True)
@@ -153,17 +173,21 @@ class Speculator:
             return total
 
         outlooks = [choice.outlook for choice in choices]
-        return choices, *plan(outlooks, len(generating), seconds, self._max_rows)
+        return choices, *plan(outlooks, num_sequences, seconds, self._max_rows)
 
     def _choose(self, task: Generation, proposers: Sequence[Proposer]) -> _Choice | None:
         """The outlook with the most tokens to expect."""
         limit = min(self._max_draft_tokens, task.max_candidates)
-        outlooks = [(proposer, self._outlook(proposer, task, limit)) for proposer in proposers if limit]
-        best = max(outlooks, key=lambda pair: sum(likelihoods(pair[1])), default=None)
-        return _Choice(task, *best) if best and best[1] else None
+        if not limit:
+            return None
+        choices = [_Choice(task, proposer, self._outlook(proposer, task, limit)) for proposer in proposers]
+        best = choices[0]
+        if len(choices) > 1:
+            best = max(choices, key=lambda choice: sum(likelihoods(choice.outlook)))
+        return best if best.outlook else None
 
     def _outlook(self, proposer: Proposer, task: Generation, limit: int) -> Proposal:
-        outlook = proposer.outlook(task, limit)
+        outlook = proposer.outlook(task, limit)[:limit]
         return outlook if self._trees or is_chain(outlook) else main_chain(outlook)
 
     def _fill(self, choices: list[_Choice], lengths: list[int]) -> None:
@@ -182,8 +206,8 @@ class Speculator:
             except Exception as error:
                 self._give_up(proposer, error)
                 continue
-            for (sequence, _), proposal in zip(wanted, filled, strict=True):
-                sequence.proposal = proposal
+            for (sequence, outlook), proposal in zip(wanted, filled, strict=True):
+                sequence.proposal = proposal[: len(outlook)]
                 self._proposed[sequence] = proposer
 
     def _give_up(self, proposer: Proposer, error: Exception) -> None:
