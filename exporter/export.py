@@ -8,6 +8,7 @@ import onnx_ir as ir
 
 from pagelet.exporter.bundle import file_entries, new_bundle
 from pagelet.exporter.checkpoint import Checkpoint, open_checkpoint
+from pagelet.exporter.early_exit import exit_after
 from pagelet.exporter.graph import CacheFormat, build_graph
 from pagelet.exporter.options import GROUP_SIZES, GROUPED, ExportOptions
 from pagelet.exporter.text import write_text_files
@@ -40,6 +41,8 @@ def export(
     options = options or ExportOptions()
     with open_checkpoint(source) as checkpoint, new_bundle(out, force=options.force) as folder:
         spec = _limited(checkpoint.spec, options.max_context)
+        if options.layers is not None:
+            spec = exit_after(checkpoint, spec, options.layers)
         text, generation = write_text_files(checkpoint, folder)
         formats = _formats(options, checkpoint)
         weights = write_weights(checkpoint, spec, formats, folder, on_progress)

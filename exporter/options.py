@@ -27,6 +27,8 @@ class ExportOptions:
         cache_type: storage of keys and values in the KV cache: "f32", "f16", "int8" or "fp8" (E4M3), the
             last two with a scale per token and KV head.
         max_context: tokens; None keeps the checkpoint's own.
+        layers: only the first so many, with an early exit's norm and head where the checkpoint has them: a
+            draft of the model for itself.
         block_size: tokens per block of the KV cache.
         force: replace an existing bundle.
 
@@ -41,6 +43,7 @@ class ExportOptions:
     target: str = "cpu"
     cache_type: str = "f16"
     max_context: int | None = None
+    layers: int | None = None
     block_size: int = 32
     force: bool = False
 
@@ -58,6 +61,8 @@ class ExportOptions:
         _one_of("cache type", self.cache_type, tuple(CACHE_TYPES))
         if self.max_context is not None and self.max_context < 1:
             raise InputError(f"max context is {self.max_context}; expected at least 1 token.")
+        if self.layers is not None and self.layers < 1:
+            raise InputError(f"layers is {self.layers}; expected at least 1.")
         if not 1 <= self.block_size <= 4096:
             raise InputError(f"block size is {self.block_size}; expected 1 to 4096 tokens.")
 

@@ -1,6 +1,7 @@
 """What every checkpoint offers, whatever its files are: tensors by role, read as streams of rows."""
 
 import abc
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from pagelet.models.errors import CheckpointError
 from pagelet.models.spec import ModelSpec, source_name
 from pagelet.plugins.float_packing import E4M3_VALUES
 
+# Norm and head of an inner layer: see `exporter/early_exit.py`.
+_EXIT_TENSOR = re.compile(r"early_exit\.\d{1,4}\.(norm|head)\.weight")
 # So many faults are named in one error; the rest are counted.
 _NAMED = 5
 
@@ -169,6 +172,10 @@ class Checkpoint(abc.ABC):
         return data.reshape(stop - start, row_bytes)
 
 
+def _is_exit(info: TensorInfo) -> bool:
+    return _EXIT_TENSOR.fullmatch(info.name) is not None
+
+
 def match_weights(
     spec: ModelSpec,
     tensors: Mapping[str, TensorInfo],
@@ -189,7 +196,9 @@ def match_weights(
     wanted = {source_name(role, names): (role, shape) for role, shape in spec.weight_shapes()}
     faults = [f"{name} is missing" for name in wanted if name not in tensors]
     faults += [
-        f"{name} is unexpected" for name in tensors if name not in wanted and not name.endswith(endings)
+        f"{name} is unexpected"
+        for name in tensors
+        if name not in wanted and not name.endswith(endings) and not _is_exit(tensors[name])
     ]
     weights = {}
     for name, (role, shape) in wanted.items():
@@ -198,8 +207,11 @@ def match_weights(
         info = weights[role] = tensors[name]
         if info.shape != shape:
             faults.append(f"{name} has shape {list(info.shape)}, expected {list(shape)}")
-        if info.dtype not in dtypes:
-            faults.append(f"{name} has dtype {info.dtype}, which cannot be read (known: {', '.join(dtypes)})")
+    faults += [
+        f"{info.name} has dtype {info.dtype}, which cannot be read (known: {', '.join(dtypes)})"
+        for info in (*weights.values(), *filter(_is_exit, tensors.values()))
+        if info.dtype not in dtypes
+    ]
     if faults:
         rest = f"; and {len(faults) - _NAMED} more" if len(faults) > _NAMED else ""
         raise CheckpointError(

@@ -142,7 +142,8 @@ class Sampler:
         lowered = scaled.copy()
         lowered[winner] -= np.float32(reach)
         passes = winner in surviving(lowered, self._filters_within(-reach))
-        last = scaled[surviving(scaled, self._filters_within(reach))].min()
+        loose = self._filters_within(reach)  # none is left where top-p's mass may come to all there is
+        last = scaled[surviving(scaled, loose)].min() if loose else -np.inf
         rivals = np.setdiff1d(np.flatnonzero(scaled >= last - reach), [winner])
         return passes and bool(totals[winner] - totals[rivals].max(initial=-np.inf) > reach)
 
@@ -151,7 +152,7 @@ class Sampler:
 
         It multiplies the odds of top-p's mass, and the ratio that min-p bounds, by e^reach at most.
         """
-        params, factor = self._params, math.exp(reach)
+        params, factor = self._params, math.exp(min(max(reach, -50.0), 50.0))
         p = params.top_p * factor / (1.0 - params.top_p + params.top_p * factor)
         return active_filters(params.top_k, p, params.min_p / factor)
 

@@ -178,7 +178,7 @@ class Speculator:
     def _choose(self, task: Generation, proposers: Sequence[Proposer]) -> _Choice | None:
         """The outlook with the most tokens to expect."""
         limit = min(self._max_draft_tokens, task.max_candidates)
-        if not limit:
+        if not limit or not proposers:
             return None
         choices = [_Choice(task, proposer, self._outlook(proposer, task, limit)) for proposer in proposers]
         best = choices[0]

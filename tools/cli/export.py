@@ -43,6 +43,12 @@ def add_parsers(commands: Any) -> None:
     )
     parser.add_argument("--max-context", type=int, metavar="N", help="tokens; default: the model's own")
     parser.add_argument(
+        "--layers",
+        type=int,
+        metavar="N",
+        help="only the first N layers, as a draft for the whole model (docs/speculation.md)",
+    )
+    parser.add_argument(
         "--block-size", type=int, default=32, metavar="N", help="tokens of a KV block; default: 32"
     )
     parser.add_argument("--force", action="store_true", help="replace an existing bundle")
@@ -61,6 +67,7 @@ def run(args: argparse.Namespace) -> None:
         target=args.target,
         cache_type=args.kv,
         max_context=args.max_context,
+        layers=args.layers,
         block_size=args.block_size,
         force=args.force,
     )
