@@ -122,13 +122,13 @@ def _budgets(target: _Model, draft: _Model | None, context: int, config: EngineC
             f"{total} bytes are given to the KV cache, but one block of the target and one of the draft take "
             f"{target.shape.sequence_bytes(1)} and {draft.shape.sequence_bytes(1)}. Raise kv_memory."
         )
+    if draft is None:
+        return [total]
     shares = [model.shape.sequence_bytes(context) for model in models]
     # At least one block each, which whoever has the smaller share may not have.
-    parts = [
-        max(total * share // sum(shares), model.shape.sequence_bytes(1))
-        for model, share in zip(models, shares, strict=True)
-    ]
-    return [min(parts[0], total - sum(parts[1:])), *parts[1:]]
+    least = [model.shape.sequence_bytes(1) for model in models]
+    rest = min(max(total * shares[1] // sum(shares), least[1]), total - least[0])
+    return [total - rest, rest]
 
 
 def _check_room(draft: _Model) -> None:

@@ -33,6 +33,16 @@ class Acceptance:
         self._accepted = array("d", [0] * self.num_kinds)
         self._updated = [0] * self.num_kinds
 
+    @classmethod
+    def of_engine(cls, priors: Sequence[float]) -> "Acceptance":
+        """What all requests have in common: long remembered. Speed hardly depends on these numbers."""
+        return cls(priors, weight=6, window=400, half_life=4000)
+
+    @classmethod
+    def of_request(cls, engine: "Acceptance") -> "Acceptance":
+        """Of one request: soon learned and soon forgotten."""
+        return cls(engine, weight=3, window=30, half_life=60)
+
     def pass_tokens(self, count: int) -> None:
         """The text has grown by `count` tokens."""
         self._clock += count

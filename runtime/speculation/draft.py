@@ -11,15 +11,13 @@ from pagelet.runtime.batch import StepBuffers
 from pagelet.runtime.block_manager import BlockManager
 from pagelet.runtime.scheduler import Run
 from pagelet.runtime.scheduler import Sequence as CachedSequence
-from pagelet.runtime.speculation.acceptance import Acceptance
+from pagelet.runtime.speculation.chain_outlook import ChainOutlook, shared_acceptance
 from pagelet.runtime.speculation.costs import StepCosts
-from pagelet.runtime.speculation.proposal import Candidate, Proposal
+from pagelet.runtime.speculation.proposal import Proposal
 from pagelet.runtime.speculation.proposer import Proposer
 from pagelet.runtime.speculation.trials import measure
 from pagelet.runtime.tasks import Generation
 
-# The share of its tokens that a draft is taken to get right before any was verified.
-_PRIOR = 0.6
 # A step's tokens to catch up with a prompt, so that a long one never stalls the sequences beside it for long.
 _CATCH_UP_TOKENS = 256
 
@@ -29,16 +27,14 @@ class _Writer(CachedSequence):
 
     Attributes:
         settled: how many of `tokens` are known to be the target's.
-        acceptance: how its guesses for this sequence fare.
     """
 
-    def __init__(self, blocks: BlockManager, sequence: Generation, acceptance: Acceptance) -> None:
+    def __init__(self, blocks: BlockManager, sequence: Generation) -> None:
         options = sequence.request.options
         cache = blocks.new_cache(salt=options.cache_salt, prefix_cache=options.prefix_cache)
         super().__init__(list(sequence.tokens), cache, rank=(0, 0))
         cache.adopt(cache.cached_prefix(self.tokens))
         self.settled = len(self.tokens)
-        self.acceptance = acceptance
 
     def catch_up(self, tokens: list[int]) -> None:
         """Take over the target's tokens and give up what was guessed wrongly."""
@@ -108,7 +104,8 @@ class DraftProposer(Proposer):
             max_blocks=self.blocks.max_blocks,
             num_groups=len(backend.layout.groups),
         )
-        self._acceptance = Acceptance([_PRIOR], weight=6, window=400, half_life=4000)
+        self._acceptance = shared_acceptance()
+        self._outlooks: dict[Generation, ChainOutlook] = {}
         self._writers: dict[Generation, _Writer] = {}
 
     def measure(self) -> None:
@@ -116,9 +113,10 @@ class DraftProposer(Proposer):
         measure(self.backend, self.costs, max_rows=1)
 
     def outlook(self, sequence: Generation, limit: int) -> Proposal:
-        writer = self._writers.get(sequence)
-        rate = (self._acceptance if writer is None else writer.acceptance).rate(0)
-        return [Candidate(None, index - 1, rate) for index in range(limit)]
+        outlook = self._outlooks.get(sequence)
+        if outlook is None:
+            outlook = self._outlooks[sequence] = ChainOutlook(self._acceptance)
+        return outlook.candidates(len(sequence.tokens), limit)
 
     def seconds(self, lengths: Sequence[int]) -> float:
         rows = [sum(length > step for length in lengths) for step in range(max(lengths))]
@@ -132,23 +130,21 @@ class DraftProposer(Proposer):
         return [guess.proposal for guess in guesses]
 
     def observe(self, sequence: Generation, proposal: Proposal, accepted: Sequence[int]) -> None:
-        writer = self._writers.get(sequence)
-        if writer is None:
-            return
-        writer.acceptance.pass_tokens(len(accepted) + 1)
-        failed = len(accepted) < len(proposal) and not (sequence.finished or sequence.undecided)
-        writer.acceptance.record(0, len(accepted), int(failed))
+        if (outlook := self._outlooks.get(sequence)) is not None:
+            refused = len(accepted) < len(proposal) and not (sequence.finished or sequence.undecided)
+            outlook.observe(len(accepted), refused)
 
     def forget(self, sequence: Generation) -> None:
+        self._outlooks.pop(sequence, None)
         writer = self._writers.pop(sequence, None)
         if writer is not None:
+            writer.catch_up(sequence.tokens)  # what the last step accepted can be found again
             writer.cache.free()
 
     def _writer(self, sequence: Generation) -> _Writer:
         writer = self._writers.get(sequence)
         if writer is None:
-            acceptance = Acceptance(self._acceptance, weight=3, window=30, half_life=60)
-            writer = self._writers[sequence] = _Writer(self.blocks, sequence, acceptance)
+            writer = self._writers[sequence] = _Writer(self.blocks, sequence)
         writer.catch_up(sequence.tokens)
         return writer
 

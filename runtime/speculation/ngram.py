@@ -149,7 +149,7 @@ class NgramProposer(Proposer):
 
     def __init__(self, *, share_ngrams: bool = False, max_shared_tokens: int = 1 << 15) -> None:
         priors = (*_PRIORS, *_BRANCHING_PRIORS) * 2
-        self._acceptance = Acceptance(priors, weight=6, window=400, half_life=4000)
+        self._acceptance = Acceptance.of_engine(priors)
         self._shared = SharedTexts(max_shared_tokens if share_ngrams else 0)
         self._share_ngrams = share_ngrams
         self._histories: dict[Generation, _History] = {}
@@ -157,7 +157,7 @@ class NgramProposer(Proposer):
     def outlook(self, sequence: Generation, limit: int) -> Proposal:
         history = self._histories.get(sequence)
         if history is None:
-            history = _History(Acceptance(self._acceptance, weight=3, window=30, half_life=60))
+            history = _History(Acceptance.of_request(self._acceptance))
             self._histories[sequence] = history
         options = sequence.request.options
         shared = self._shared.of(options.cache_salt) if options.prefix_cache else ()

@@ -76,9 +76,7 @@ class Speculator:
         self._max_rows = max_rows
         self._trees = trees
         self._proposed: dict[Generation, Proposer] = {}
-        self._in_vain: dict[
-            Generation, int
-        ] = {}  # times asked since anything was accepted
+        self._in_vain: dict[Generation, int] = {}  # times asked since anything was accepted
         self._drafting_seconds = 0.0
 
     def propose(self, tasks: Sequence[Task]) -> None:
