@@ -59,6 +59,7 @@ class StepLoop:
             proposers,
             num_draft_tokens=config.num_draft_tokens,
             max_draft_tokens=config.max_draft_tokens,
+            vocab_size=backend.vocab_size,
             trees=backend.supports_trees,
             max_rows=MAX_ROWS,
         )
@@ -196,7 +197,7 @@ class StepLoop:
             tokens_per_step=speculation.tokens / max(speculation.sequence_steps, 1),
             seconds_saved=speculation.seconds_saved,
             reruns=speculation.reruns,
-            speculation_failure=speculation.failure,
+            speculation_failure=self.speculator.failure,
         )
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pagelet.runtime.scheduler import Run
 from pagelet.runtime.speculation.costs import StepCosts
+from pagelet.runtime.speculation.guard import GuardedProposer
 from pagelet.runtime.speculation.planner import likelihoods, plan
 from pagelet.runtime.speculation.proposal import Proposal, TokenIndices, is_chain, main_chain
 from pagelet.runtime.speculation.proposer import Proposer
@@ -28,7 +29,6 @@ class SpeculationCounters:
         sequence_steps, tokens: steps of each sequence that generated, and the tokens that they gave.
         reruns: rows that did not decide their token, which a step without candidates then did.
         seconds_saved: an estimate: plain steps for the same tokens, less the drafts and steps that ran.
-        failure: why a proposer was given up; None while all work.
     """
 
     drafted: int = 0
@@ -37,7 +37,6 @@ class SpeculationCounters:
     tokens: int = 0
     reruns: int = 0
     seconds_saved: float = 0.0
-    failure: str | None = None
 
 
 @dataclass(frozen=True)
@@ -59,10 +58,12 @@ class Speculator:
         num_draft_tokens: int | None = None,
         max_draft_tokens: int,
         max_rows: int,
+        vocab_size: int,
         trees: bool,
     ) -> None:
         """
         Args:
+            proposers: one that fails is given up; the texts go on without it.
             num_draft_tokens: candidates of each sequence and step; None: as many as are expected to pay.
             max_draft_tokens: most candidates of one sequence.
             max_rows: most candidates of a step.
@@ -70,7 +71,7 @@ class Speculator:
         """
         self.counters = SpeculationCounters()
         self.costs = StepCosts()
-        self._proposers = list(proposers)
+        self._proposers = [GuardedProposer(proposer, vocab_size) for proposer in proposers]
         self._fixed = num_draft_tokens
         self._max_draft_tokens = max_draft_tokens if num_draft_tokens is None else num_draft_tokens
         self._max_rows = max_rows
@@ -78,6 +79,11 @@ class Speculator:
         self._proposed: dict[Generation, Proposer] = {}
         self._in_vain: dict[Generation, int] = {}  # times asked since anything was accepted
         self._drafting_seconds = 0.0
+
+    @property
+    def failure(self) -> str | None:
+        """Why proposers were given up; None while all work."""
+        return "; ".join(proposer.failure for proposer in self._proposers if proposer.failure) or None
 
     def propose(self, tasks: Sequence[Task]) -> None:
         """Give the sequences that generate a proposal for the next step, where one is expected to pay."""
@@ -132,7 +138,6 @@ class Speculator:
     def close(self) -> None:
         for proposer in self._proposers:
             proposer.close()
-        self._proposers.clear()
 
     def _is_asked(self, task: Generation) -> bool:
         """At every token, but where nothing was accepted for long at some only."""
@@ -185,30 +190,19 @@ class Speculator:
         return best if best.outlook else None
 
     def _outlook(self, proposer: Proposer, task: Generation, limit: int) -> Proposal:
-        outlook = proposer.outlook(task, limit)[:limit]
+        outlook = proposer.outlook(task, limit)
         return outlook if self._trees or is_chain(outlook) else main_chain(outlook)
 
     def _fill(self, choices: list[_Choice], lengths: list[int]) -> None:
-        """Let the chosen proposers guess; one that fails is given up, and the text goes on without it."""
+        """Let the chosen proposers guess."""
         room = self._max_rows
-        for proposer in self._proposers.copy():
+        for proposer in self._proposers:
             wanted = []
             for choice, length in zip(choices, lengths, strict=True):
                 if choice.proposer is proposer and min(length, room):
                     wanted.append((choice.sequence, choice.outlook[: min(length, room)]))
                     room -= len(wanted[-1][1])
-            if not wanted:
-                continue
-            try:
-                filled = proposer.fill(wanted)
-            except Exception as error:
-                self._give_up(proposer, error)
-                continue
-            for (sequence, outlook), proposal in zip(wanted, filled, strict=True):
-                sequence.proposal = proposal[: len(outlook)]
+            filled = proposer.fill(wanted) if wanted else []
+            for (sequence, _), proposal in zip(wanted, filled, strict=True):
+                sequence.proposal = proposal
                 self._proposed[sequence] = proposer
-
-    def _give_up(self, proposer: Proposer, error: Exception) -> None:
-        self.counters.failure = f"{proposer.name}: {error}"
-        self._proposers.remove(proposer)
-        proposer.close()

@@ -17,6 +17,7 @@ from pagelet.runtime.text import Tokenizer
 sys.path.insert(0, str(Path(__file__).parent))
 
 from fake_backend import FakeBackend
+from scripted import Guess, ScriptedProposer
 
 EOS = 1
 
@@ -62,3 +63,27 @@ def saved(make_engine: Callable[..., tuple[Engine, FakeBackend]], tmp_path: Path
     request.result(timeout=10)
     engine.save_session(tmp_path / "saved", request)
     return tmp_path / "saved"
+
+
+@pytest.fixture
+def make_speculating(tokenizer: Tokenizer) -> Iterator[Callable[..., tuple[Engine, ScriptedProposer]]]:
+    """Builds engines whose proposals a test says: a proposer, or a function (tokens, limit) -> tokens.
+
+    `backend` is one, or the keyword arguments of a FakeBackend; the others are the config's.
+    """
+    engines: list[Engine] = []
+
+    def make(
+        guess: ScriptedProposer | Guess, backend: FakeBackend | dict[str, Any] | None = None, **config: Any
+    ) -> tuple[Engine, ScriptedProposer]:
+        if not isinstance(backend, FakeBackend):
+            backend = FakeBackend(**({"vocab_size": tokenizer.vocab_size} | (backend or {})))
+        proposer = guess if isinstance(guess, ScriptedProposer) else ScriptedProposer(guess)
+        settings = EngineConfig(**({"num_draft_tokens": 4} | config))
+        engines.append(Engine(backend, tokenizer, settings, proposers=[proposer]))
+        return engines[-1], proposer
+
+    yield make
+    for engine in engines:
+        engine.close()
+        engine._loop.blocks.check_integrity([])
