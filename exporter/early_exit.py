@@ -25,7 +25,9 @@ def exit_after(checkpoint: Checkpoint, spec: ModelSpec, num_layers: int) -> Mode
         CheckpointError: an exit's tensor of the wrong shape.
     """
     if num_layers >= spec.num_layers:
-        raise InputError(f"{num_layers} layers: the model has {spec.num_layers}; an early exit has fewer.")
+        raise InputError(
+            f"layers is {num_layers}; the model has {spec.num_layers}, expected 1 to {spec.num_layers - 1}."
+        )
     norm = _exit_tensor(checkpoint.tensors, f"early_exit.{num_layers}.norm.weight", (spec.hidden_size,))
     if norm:
         checkpoint.weights["final_norm.weight"] = norm

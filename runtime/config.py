@@ -60,9 +60,11 @@ class EngineConfig:
             "draft" asks a second model, "auto" is both as far as there are any, "off" nobody. The text is the
             same in any case.
         draft: bundle of a smaller model with the same tokenizer; its cache is part of `kv_memory`.
-        num_draft_tokens: candidates for each sequence in every step; None: as many as are expected to pay.
+        num_draft_tokens: candidates for each sequence in every step, as far as there are likely ones, whether
+            that pays or not; None: as many as are expected to pay.
         max_draft_tokens: most candidates for a sequence in one step.
-        share_ngrams: "ngram" looks into earlier replies of this engine too, under the same `cache_salt`.
+        share_ngrams: "ngram" looks into earlier texts of this engine too: of requests with the same
+            `cache_salt` that use the prefix cache.
 
     Raises:
         InputError: a value of the wrong type or out of its bounds.
@@ -105,7 +107,7 @@ class EngineConfig:
         if self.speculate not in get_args(Speculate):
             known = ", ".join(map(repr, get_args(Speculate)))
             raise InputError(f"speculate is {self.speculate!r}; expected one of {known}.")
-        if self.draft is not None and not isinstance(self.draft, str | Path):
+        if self.draft is not None and not (isinstance(self.draft, str | Path) and str(self.draft)):
             raise InputError(f"draft is {self.draft!r}; expected the folder of a bundle, or None.")
         if self.speculate == "draft" and self.draft is None:
             raise InputError("speculate is 'draft', but no draft is given; pass the folder of its bundle.")

@@ -70,6 +70,7 @@ class Engine:
         *,
         verify: bool = False,
         on_progress: OnOpenProgress | None = None,
+        proposers: Sequence[Proposer] = (),
     ) -> Engine:
         """Open a bundle.
 
@@ -77,6 +78,7 @@ class Engine:
             verify: hash the weights too, not only the small files.
             on_progress: told (stage, fraction) in this thread; stages are "verify", "tokenizer",
                 "session" and, with a draft, "draft". If it returns False the opening is cancelled.
+            proposers: guess ahead beside those that `config.speculate` names.
 
         Raises:
             BundleError: the bundle is damaged, incomplete, foreign or newer.
@@ -89,7 +91,11 @@ class Engine:
         config = config or EngineConfig()
         opened = open_bundle(Path(path), config, verify, on_progress)
         engine = cls(
-            opened.backend, opened.tokenizer, config, manifest=opened.manifest, proposers=opened.proposers
+            opened.backend,
+            opened.tokenizer,
+            config,
+            manifest=opened.manifest,
+            proposers=[*opened.proposers, *proposers],
         )
         if config.draft is not None:
             engine._loop.measure_steps()

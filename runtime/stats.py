@@ -16,7 +16,7 @@ class EngineStats:
     """A snapshot. Tokens and requests count from the opening on; step times cover the last 512 steps.
 
     Attributes:
-        kv_bytes: bytes of the whole cache, allocated once.
+        kv_bytes: bytes of the target's cache, allocated once; a draft's is not counted here.
         block_size: tokens of a block.
         blocks_total: of all groups of layers with the same window; used, cached and free ones add up to it.
         blocks_used: in the tables of sequences; `blocks_shared` of them in several.

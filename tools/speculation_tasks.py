@@ -66,8 +66,10 @@ def load(names: Sequence[str], news: str = "") -> list[Workload]:
     """The workloads of these names, in their order; `news` is a text with one article per line.
 
     Raises:
-        InputError: an unknown name, one that is there twice, or no article that is long enough.
+        InputError: no name, an unknown one, one that is there twice, or no article that is long enough.
     """
+    if not names:
+        raise InputError(f"--workloads is empty; known: {', '.join(NAMES)}.")
     if unknown := set(names) - set(NAMES):
         raise InputError(f"--workloads has {', '.join(sorted(unknown))}; known: {', '.join(NAMES)}.")
     if len(set(names)) < len(names):

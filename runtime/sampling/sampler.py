@@ -110,7 +110,9 @@ class Sampler:
         if isinstance(mask, np.ndarray) and mask.dtype == np.bool_ and mask.shape == (self._vocab_size,):
             return mask
         found = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, np.ndarray) else type(mask).__name__
-        raise InputError(f"the token mask is {found}; expected a NumPy array, bool [{self._vocab_size}].")
+        raise InputError(
+            f"the token mask is of type {found}; expected a NumPy array, bool [{self._vocab_size}]."
+        )
 
     def is_decided(self, logits: FloatArray, position: int, mask: Mask | None, noise: float) -> bool:
         """Whether `sample` draws the same token from any logits within `noise` of these.
@@ -196,7 +198,7 @@ def _likeliest(logits: FloatArray) -> int:
 def _masked(scores: FloatArray, mask: Mask) -> FloatArray:
     allowed: FloatArray = np.where(mask, scores, np.float32(-np.inf))
     if not np.isfinite(allowed.max()):
-        raise InputError("The mask allows no token that the model can produce; expected at least one.")
+        raise InputError("the token mask allows no token that the model can produce; expected at least one.")
     return allowed
 
 

@@ -64,7 +64,8 @@ class Speculator:
         """
         Args:
             proposers: one that fails is given up; the texts go on without it.
-            num_draft_tokens: candidates of each sequence and step; None: as many as are expected to pay.
+            num_draft_tokens: most candidates of each sequence, taken in every step; None: as many as are
+                expected to pay.
             max_draft_tokens: most candidates of one sequence.
             max_rows: most candidates of a step.
             trees: whether the target verifies several candidates for one place.
@@ -141,7 +142,8 @@ class Speculator:
 
     def _is_asked(self, task: Generation) -> bool:
         """At every token, but where nothing was accepted for long at some only."""
-        return self._in_vain.get(task, 0) < _PATIENCE or len(task.tokens) % _PAUSE == 0
+        is_patient = self._fixed is not None or self._in_vain.get(task, 0) < _PATIENCE
+        return is_patient or len(task.tokens) % _PAUSE == 0
 
     def _best_plan(self, asked: list[Generation], num_sequences: int) -> tuple[list[_Choice], list[int]]:
         """Free proposers alone, or all of them: whichever gives more tokens per second."""

@@ -76,7 +76,7 @@ def test_an_exit_guesses_ahead_of_its_model(make_llama: MakeCheckpoint, tmp_path
 
 def test_what_cannot_be_an_exit(make_llama: MakeCheckpoint, tmp_path: Path) -> None:
     checkpoint = make_llama()
-    with pytest.raises(InputError, match="the model has 2"):
+    with pytest.raises(InputError, match="layers is 2; the model has 2, expected 1 to 1"):
         export(checkpoint, tmp_path / "b", ExportOptions(layers=2))
     with pytest.raises(InputError, match="layers is 0"):
         ExportOptions(layers=0)

@@ -82,10 +82,10 @@ def at_seven(mask: object) -> TokenMask:
 
 @pytest.mark.parametrize(("mask", "message"), [
     (raising, r"token_mask raised RuntimeError\('no such state'\)"),
-    (at_seven(np.ones(VOCAB - 1, np.bool_)), r"the token mask is bool \[257\]; expected .* bool \[258\]"),
-    (at_seven(np.ones(VOCAB, np.uint8)), r"the token mask is uint8 \[258\]"),
-    (at_seven([True] * VOCAB), "the token mask is list"),
-    (at_seven(np.zeros(VOCAB, np.bool_)), "The mask allows no token"),
+    (at_seven(np.ones(VOCAB - 1, np.bool_)), r"mask is of type bool \[257\]; expected .* bool \[258\]"),
+    (at_seven(np.ones(VOCAB, np.uint8)), r"the token mask is of type uint8 \[258\]"),
+    (at_seven([True] * VOCAB), "the token mask is of type list"),
+    (at_seven(np.zeros(VOCAB, np.bool_)), "the token mask allows no token"),
 ])  # fmt: skip
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_mask_that_is_none_ends_its_request_alone(

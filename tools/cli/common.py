@@ -34,15 +34,15 @@ def add_speculation_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--draft",
-        type=Path,
         metavar="BUNDLE",
         help="a smaller model with the same tokenizer that guesses ahead",
     )
+    parser.add_argument("--max-context", type=int, metavar="N", help="tokens; default: the model's own")
 
 
 def speculation(args: argparse.Namespace) -> dict[str, Any]:
     """Of EngineConfig, what `add_speculation_options` asked for."""
-    return {"speculate": args.speculate, "draft": args.draft}
+    return {"speculate": args.speculate, "draft": args.draft, "max_context": args.max_context}
 
 
 def open_engine(args: argparse.Namespace, **config: Any) -> Engine:

@@ -52,6 +52,9 @@ def run(args: argparse.Namespace) -> None:
             return
         completion = show(engine, prompt, params)
         print(f"\n{speed(completion)}", file=sys.stderr)
+        if args.draft and not completion.usage.drafted_tokens:
+            why = engine.stats().speculation_failure or "its guesses were not expected to pay"
+            print(f"the draft was not used: {why}", file=sys.stderr)
 
 
 def build_prompt(engine: Engine, text: str, *, system: str | None = None, raw: bool = False) -> Any:

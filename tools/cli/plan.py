@@ -39,20 +39,40 @@ def run(args: argparse.Namespace) -> None:
         if value is not None and not 1 <= value <= 1 << 24:
             raise InputError(f"--{name} is {value}; expected 1 to {1 << 24}.")
     device = DEVICES.get(args.device)
+    spec = read_spec(args.source)
+    draft = Draft(read_spec(args.draft), *_own_types(args.draft)) if args.draft else None
+    if draft:
+        _check_draft(draft.spec, spec, args.context)
     weights, cache_type = _own_types(args.source)
     made = plan(
-        read_spec(args.source),
+        spec,
         device.usable if device else parse_size(args.memory, "--memory"),
         weights=args.weights or weights,
         cache_type=args.kv or cache_type,
         context=args.context,
         sequences=args.sequences,
         bandwidth=device.bandwidth if device else None,
-        draft=Draft(read_spec(args.draft), *_own_types(args.draft)) if args.draft else None,
+        draft=draft,
     )
     print(
         json.dumps(made.to_json(), indent=1) if args.json else _table(made, device.title if device else None)
     )
+
+
+def _check_draft(draft: ModelSpec, target: ModelSpec, context: int | None) -> None:
+    """What can be seen without the tokenizers."""
+    context = min(context or target.max_context, target.max_context)
+    for what, found, limit, is_wrong in (
+        (
+            "tokens in its vocabulary",
+            draft.vocab_size,
+            target.vocab_size,
+            draft.vocab_size > target.vocab_size,
+        ),
+        ("tokens of context", draft.max_context, context, draft.max_context < context),
+    ):
+        if is_wrong:
+            raise InputError(f"the draft has {found} {what}, the target {limit}: they do not go together.")
 
 
 def _own_types(source: Path) -> tuple[str, str]:
