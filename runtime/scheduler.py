@@ -143,9 +143,9 @@ class Scheduler(Generic[S]):
             if count and sequence not in preempted and self._reserve(sequence, count, preempted):
                 plan[sequence] = count
                 budget -= count
-        budget -= self._add_candidates(plan, preempted, budget)
         if not preempted:
-            self._admit(plan, budget)
+            budget -= self._admit(plan, budget)
+        self._add_candidates(plan, preempted, budget)
         self.blocks.note_peak()
         return [_run(sequence, count) for sequence, count in plan.items() if sequence not in preempted]
 
@@ -164,23 +164,26 @@ class Scheduler(Generic[S]):
                 return False
         return True
 
-    def _add_candidates(self, plan: dict[S, int], preempted: set[S], budget: int) -> int:
-        """Read proposals where blocks are left: no sequence loses any to a guess. Returns how many."""
-        total = 0
+    def _add_candidates(self, plan: dict[S, int], preempted: set[S], budget: int) -> None:
+        """Read proposals where blocks and budget are left: no sequence, a waiting one neither, loses any to a
+        guess."""
         for sequence, count in plan.items():
-            wanted = sequence.proposal[: budget - total]
+            wanted = sequence.proposal[:budget]
             may_guess = sequence not in preempted and not sequence.num_unread
             if not (wanted and may_guess and sequence.cache.append(len(wanted))):
                 wanted = ()
             sequence.proposal = wanted
             plan[sequence] = count + len(wanted)
-            total += len(wanted)
-        return total
+            budget -= len(wanted)
 
-    def _admit(self, plan: dict[S, int], budget: int) -> None:
-        """Start waiting sequences while their whole prompt fits beside what the running ones still read."""
+    def _admit(self, plan: dict[S, int], budget: int) -> int:
+        """Start waiting sequences while their whole prompt fits beside what the running ones still read.
+
+        Returns how many tokens the step reads of them.
+        """
         if not self.waiting or self._is_still_blocked():
-            return
+            return 0
+        given = budget
         promised = self._promised()
         index = 0
         while index < len(self.waiting) and budget and len(self.running) < self._max_sequences:
@@ -202,6 +205,7 @@ class Scheduler(Generic[S]):
             promised = self._promised()
             plan[sequence] = count
             budget -= count
+        return given - budget
 
     def _is_still_blocked(self) -> bool:
         """Whether the first that waits had no room, and none has come since.

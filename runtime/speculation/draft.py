@@ -19,7 +19,10 @@ from pagelet.runtime.speculation.trials import measure
 from pagelet.runtime.tasks import Generation
 
 # A step's tokens to catch up with a prompt, so that a long one never stalls the sequences beside it for long.
-_CATCH_UP_TOKENS = 256
+_CATCH_UP_TOKENS = 64
+# So many tokens to catch up with are repaid by each one to come, at most: a draft reads a prompt many times
+# as fast as it guesses.
+_REPAID = 4
 
 
 class _Writer(CachedSequence):
@@ -113,6 +116,10 @@ class DraftProposer(Proposer):
         measure(self.backend, self.costs, max_rows=1)
 
     def outlook(self, sequence: Generation, limit: int) -> Proposal:
+        writer = self._writers.get(sequence)
+        behind = len(sequence.tokens) - (0 if writer is None else writer.cache.length)
+        if behind > max(_CATCH_UP_TOKENS, _REPAID * sequence.max_candidates):
+            return ()
         outlook = self._outlooks.get(sequence)
         if outlook is None:
             outlook = self._outlooks[sequence] = ChainOutlook(self._acceptance)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from pagelet.models.errors import InputError, PageletError
-from pagelet.runtime.speculation.proposal import Candidate, Proposal
+from pagelet.runtime.speculation.proposal import Candidate, Proposal, is_chain, main_chain
 from pagelet.runtime.speculation.proposer import Proposer
 from pagelet.runtime.tasks import Generation
 
@@ -19,11 +19,19 @@ class GuardedProposer(Proposer):
         failure: what it failed with; None while it works.
     """
 
-    def __init__(self, proposer: Proposer, vocab_size: int) -> None:
+    def __init__(self, proposer: Proposer, vocab_size: int, *, trees: bool) -> None:
+        """Without `trees` only the first candidate for each place is taken.
+
+        Raises:
+            InputError: not a Proposer.
+        """
+        if not isinstance(proposer, Proposer):
+            raise InputError(f"proposers has {proposer!r}; expected objects of classes made from Proposer.")
         self.name = proposer.name
         self.failure: str | None = None
         self._proposer = proposer
         self._vocab_size = vocab_size
+        self._trees = trees
         self._closed = False
 
     def outlook(self, sequence: Generation, limit: int) -> Proposal:
@@ -46,21 +54,22 @@ class GuardedProposer(Proposer):
             self._proposer.check_integrity()
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
+        if self._closed:
+            return
+        self._closed = True
+        try:
             self._proposer.close()
+        except BaseException as error:
+            self.failure = f"{self.failure or self.name}; closing it: {error!r}"
 
     def _try(self, call: Callable[[], R], otherwise: R) -> R:
         if self._closed:
             return otherwise
         try:
             return call()
-        except Exception as error:
+        except BaseException as error:  # sys.exit() too is not for the step thread to obey
             self.failure = f"{self.name}: {error if isinstance(error, PageletError) else repr(error)}"
-            try:
-                self.close()
-            except Exception as another:
-                self.failure += f"; closing it: {another!r}"
+            self.close()
             return otherwise
 
     def _filled(self, proposals: Sequence[tuple[Generation, Proposal]]) -> list[Proposal]:
@@ -78,7 +87,7 @@ class GuardedProposer(Proposer):
             is_token = not filled if token_id is None else 0 <= token_id < self._vocab_size
             if not (is_token and -1 <= parent < index and 0.0 <= probability <= 1.0):
                 raise InputError(_fault(index, candidate, self._vocab_size))
-        return proposal
+        return proposal if self._trees or is_chain(proposal) else main_chain(proposal)
 
 
 def _checked_seconds(seconds: float) -> float:

@@ -26,8 +26,9 @@ _PRIORS = (0.35, 0.5, 0.6, 0.7, 0.75, 0.85, 0.9, 0.93, 0.96, 0.975, 0.985, 0.99)
 _BRANCHING_PRIORS = (0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9)
 # No row of a step is so cheap that less would pay.
 _MIN_PATH_PROBABILITY = 0.01
-# Tokens of a text read at once, lest a long one stalls the other sequences: some 10 ms.
-_MAX_READ = 2048
+# Tokens of a text read at once, and of a finished one kept, lest long ones stall the other sequences.
+_MAX_READ = 512
+_MAX_KEPT = 2048
 # How far back a match in the shared texts is looked for.
 _CONTEXT = 64
 _MAX_SALTS = 64
@@ -61,7 +62,7 @@ class SharedTexts:
         self._salts.move_to_end(salt)
         capacity = self._max_tokens // 2
         # Of a long text the end is kept: what was generated. A separator will follow it.
-        longest = min(capacity - 1, _MAX_READ)
+        longest = min(capacity - 1, _MAX_KEPT)
         begin = max(_known_prefix(generations[0], tokens) - _CONTEXT, len(tokens) - longest, 0)
         if len(generations[0].text) + len(tokens) - begin >= capacity:
             generations[:] = [SuffixAutomaton(), generations[0]]

@@ -8,7 +8,7 @@ from pagelet.runtime.scheduler import Run
 from pagelet.runtime.speculation.costs import StepCosts
 from pagelet.runtime.speculation.guard import GuardedProposer
 from pagelet.runtime.speculation.planner import likelihoods, plan
-from pagelet.runtime.speculation.proposal import Proposal, TokenIndices, is_chain, main_chain
+from pagelet.runtime.speculation.proposal import Proposal, TokenIndices
 from pagelet.runtime.speculation.proposer import Proposer
 from pagelet.runtime.tasks import Generation, Task
 
@@ -72,11 +72,10 @@ class Speculator:
         """
         self.counters = SpeculationCounters()
         self.costs = StepCosts()
-        self._proposers = [GuardedProposer(proposer, vocab_size) for proposer in proposers]
+        self._proposers = [GuardedProposer(proposer, vocab_size, trees=trees) for proposer in proposers]
         self._fixed = num_draft_tokens
         self._max_draft_tokens = max_draft_tokens if num_draft_tokens is None else num_draft_tokens
         self._max_rows = max_rows
-        self._trees = trees
         self._proposed: dict[Generation, Proposer] = {}
         self._in_vain: dict[Generation, int] = {}  # times asked since anything was accepted
         self._drafting_seconds = 0.0
@@ -185,15 +184,11 @@ class Speculator:
         limit = min(self._max_draft_tokens, task.max_candidates)
         if not limit or not proposers:
             return None
-        choices = [_Choice(task, proposer, self._outlook(proposer, task, limit)) for proposer in proposers]
+        choices = [_Choice(task, proposer, proposer.outlook(task, limit)) for proposer in proposers]
         best = choices[0]
         if len(choices) > 1:
             best = max(choices, key=lambda choice: sum(likelihoods(choice.outlook)))
         return best if best.outlook else None
-
-    def _outlook(self, proposer: Proposer, task: Generation, limit: int) -> Proposal:
-        outlook = proposer.outlook(task, limit)
-        return outlook if self._trees or is_chain(outlook) else main_chain(outlook)
 
     def _fill(self, choices: list[_Choice], lengths: list[int]) -> None:
         """Let the chosen proposers guess."""

@@ -122,8 +122,8 @@ def test_nothing_follows_a_new_token() -> None:
 
 def test_a_long_prompt_is_read_in_pieces() -> None:
     proposer = NgramProposer()
-    sequence = generation([*range(5_000), 17, 18])
-    # At 2048 tokens a time the third piece is the last.
+    sequence = generation([*range(1_300), 17, 18])
+    # At 512 tokens a time the third piece is the last.
     outlooks = [tokens_of(proposer.outlook(sequence, 4)) for _ in range(4)]
     assert outlooks == [[], [], [19, 20, 21, 22], [19, 20, 21, 22]]
 
@@ -190,7 +190,7 @@ def test_forgotten_sequences_take_no_memory() -> None:
     proposer = NgramProposer()
     tracemalloc.start()
     base, _ = tracemalloc.get_traced_memory()
-    sequence = generation([*range(2_000), 5, 6])
+    sequence = generation([*range(500), 5, 6])
     assert proposer.outlook(sequence, 4)
     reference = weakref.ref(sequence)
     proposer.forget(sequence)
@@ -199,7 +199,7 @@ def test_forgotten_sequences_take_no_memory() -> None:
     left, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert reference() is None
-    # What an emptied dict keeps; the history of 2000 tokens had 100 KB and more.
+    # What an emptied dict keeps; the history of 500 tokens had 50 KB and more.
     assert left - base < 10_000
 
 

@@ -4,7 +4,8 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,8 +16,10 @@ from pagelet.exporter import ExportOptions, export
 from pagelet.models.errors import BackendError, BundleError, CapacityError, InputError
 from pagelet.models.manifest import load_manifest
 from pagelet.runtime import Engine, EngineConfig, SamplingParams
-from pagelet.runtime.speculation.draft import DraftProposer
+from pagelet.runtime.block_manager import BlockManager
+from pagelet.runtime.speculation.draft import DraftProposer, _Writer
 from pagelet.runtime.speculation.pairing import check_pair
+from pagelet.runtime.tasks import Generation
 from pagelet.runtime.text import Tokenizer
 
 VOCAB = 258
@@ -305,3 +308,22 @@ def test_a_budget_of_a_block_each_is_the_least(
     with Engine.open(target, EngineConfig(draft=other, kv_memory=sum(blocks))) as engine:
         assert engine.stats().blocks_total == 1
         assert len(engine.generate([5, 6], params(8)).token_ids) == 8
+
+
+def test_refused_guesses_are_taken_back() -> None:
+    """The draft goes on from the target's text, not from what it had guessed."""
+    blocks = BlockManager(FakeBackend().layout, 128)
+    request = SimpleNamespace(options=SimpleNamespace(cache_salt=None, prefix_cache=False))
+    sequence = cast(Generation, SimpleNamespace(tokens=[5, 6, 7, 8, 9], request=request))
+    writer = _Writer(blocks, sequence)
+    assert writer.cache.append(5)
+    for guess in (1, 2, 3):
+        writer.tokens.append(guess)
+        assert writer.cache.append(1)
+    writer.catch_up([5, 6, 7, 8, 9, 1, 4])  # the first was right, 4 came instead of 2
+    assert writer.tokens == [5, 6, 7, 8, 9, 1, 4]
+    assert writer.cache.length == writer.cache.committed == 6
+    writer.catch_up([5, 6, 7, 8, 9, 1, 4, 0])
+    assert writer.num_unread == 2
+    writer.cache.free()
+    blocks.check_integrity([])

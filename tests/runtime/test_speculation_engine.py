@@ -409,3 +409,24 @@ def test_any_script_gives_the_oracles_tokens(
             assert list(request.result(timeout=30).token_ids) == greedy(prompt, max_tokens, VOCAB, windows)
             engine.check_integrity()
         assert engine.stats().blocks_used == 0
+
+
+def test_guesses_do_not_keep_a_newcomer_waiting(make_speculating: MakeSpeculating) -> None:
+    """A proposal of 48 would take the blocks that the newcomer's prompt needs, in every step."""
+    gate = Gate()
+    right = greedy_guess(VOCAB)
+
+    def first_is_right(tokens: list[int], limit: int) -> list[int]:
+        return right(tokens, 1) + [7] * (limit - 1)
+
+    model = {"before_run": gate, "num_blocks": 28}
+    engine, _ = make_speculating(first_is_right, model, num_draft_tokens=48, prefix_cache=False)
+    first = engine.submit(prompt_of(4), params(100))
+    gate.let(3)
+    second = engine.submit(prompt_of(68, seed=1), params(4))
+    gate.let(3)
+    eventually(lambda: len(second.samples[0].tokens) > 68)
+    gate.open()
+    assert list(second.result(timeout=10).token_ids) == greedy(prompt_of(68, seed=1), 4, VOCAB)
+    assert list(first.result(timeout=10).token_ids) == greedy(prompt_of(4), 100, VOCAB)
+    assert first.result().usage.accepted_tokens > 30

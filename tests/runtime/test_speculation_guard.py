@@ -5,13 +5,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from fake_backend import greedy
+from fake_backend import FakeBackend, greedy
 from scripted import ScriptedProposer, greedy_guess
 
+from pagelet.models.errors import InputError
 from pagelet.runtime import Engine, SamplingParams
 from pagelet.runtime.speculation.proposal import Candidate, Proposal
 from pagelet.runtime.speculation.proposer import Proposer
 from pagelet.runtime.tasks import Generation
+from pagelet.runtime.text import Tokenizer
 
 VOCAB = 258
 MakeSpeculating = Callable[..., tuple[Engine, ScriptedProposer]]
@@ -29,18 +31,53 @@ def check(make: Callable[..., Any], proposer: Proposer, failure: str) -> None:
     engine.check_integrity()
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, SystemExit])
 @pytest.mark.parametrize("method", ["outlook", "seconds", "fill", "observe", "forget"])
 def test_every_method_may_raise(
-    make_speculating: MakeSpeculating, monkeypatch: pytest.MonkeyPatch, method: str
+    make_speculating: MakeSpeculating,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    kind: type[BaseException],
 ) -> None:
     proposer = ScriptedProposer(greedy_guess(VOCAB))
 
     def fail(*_: Any) -> Any:
-        raise RuntimeError(f"{method} broke")
+        raise kind(f"{method} broke")
 
     monkeypatch.setattr(proposer, method, fail)
-    check(make_speculating, proposer, f"scripted: RuntimeError('{method} broke')")
+    check(make_speculating, proposer, f"scripted: {kind.__name__}('{method} broke')")
     assert proposer.closed
+
+
+def test_an_engine_closes_whatever_its_proposer_does(
+    make_speculating: MakeSpeculating, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proposer = ScriptedProposer(greedy_guess(VOCAB))
+    monkeypatch.setattr(proposer, "close", lambda: 1 / 0)
+    engine, _ = make_speculating(proposer)
+    engine.close()
+    assert engine._loop.backend.closed  # type: ignore[attr-defined]
+
+
+def test_what_is_no_proposer_is_refused(tokenizer: Tokenizer) -> None:
+    for wrong in ("ngram", None, object()):
+        with pytest.raises(InputError, match="expected objects of classes made from Proposer"):
+            Engine(FakeBackend(vocab_size=VOCAB), tokenizer, proposers=[wrong])  # type: ignore[list-item]
+
+
+def test_a_tree_for_a_target_that_verifies_chains(make_speculating: MakeSpeculating) -> None:
+    """Its first candidate for each place is taken, wherever the tree turns up."""
+
+    class Branching(ScriptedProposer):
+        def fill(self, proposals: Sequence[tuple[Generation, Proposal]]) -> list[Proposal]:
+            return [[candidate._replace(parent=-1) for candidate in outlook] for _, outlook in proposals]
+
+    engine, _ = make_speculating(Branching(greedy_guess(VOCAB)), prefix_cache=False)
+    prompt = [5 * index % 250 + 2 for index in range(9)]
+    done = engine.generate(prompt, SamplingParams(max_tokens=24, ignore_eos=True))
+    assert list(done.token_ids) == greedy(prompt, 24, VOCAB)
+    assert engine.stats().speculation_failure is None
+    assert done.usage.accepted_tokens == done.usage.drafted_tokens > 5
 
 
 def test_closing_may_raise_too(make_speculating: MakeSpeculating, monkeypatch: pytest.MonkeyPatch) -> None:
