@@ -44,6 +44,12 @@ def make_llama(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
 
 
 @pytest.fixture(scope="session")
+def make_windowed(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
+    """Writes a tiny random Ministral of which every second layer has a window of so many tokens."""
+    return lambda window: write_tiny_ministral(tmp_path_factory.mktemp("windowed"), window)
+
+
+@pytest.fixture(scope="session")
 def byte_tokenizer() -> Callable[[Path], None]:
     """Writes a tokenizer.json that encodes any text, byte by byte."""
     return write_byte_tokenizer
@@ -77,6 +83,31 @@ def write_tiny_llama(folder: Path, *, seed: int = 0, dtype: str = "float32", **o
         ):  # as initialized they would hide a swapped norm or a lost bias
             torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.3)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
+    write_byte_tokenizer(folder)
+    return folder
+
+
+def write_tiny_ministral(folder: Path, window: int) -> Path:
+    import torch
+    from transformers import MinistralConfig, MinistralForCausalLM
+
+    torch.manual_seed(3)
+    config = MinistralConfig(
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        sliding_window=window,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    MinistralForCausalLM(config).save_pretrained(folder)
     write_byte_tokenizer(folder)
     return folder
 

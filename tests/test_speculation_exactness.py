@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import torch
-from transformers import MinistralConfig, MinistralForCausalLM
 
 from pagelet.exporter import ExportOptions, export
 from pagelet.runtime import Engine, EngineConfig, SamplingParams
@@ -184,28 +182,11 @@ def test_caches_that_round(make_llama: Callable[..., Path], tmp_path: Path, cach
     _check_both(Bundles(tmp_path / "target", {"draft": tmp_path / "draft"}))
 
 
-def test_sliding_windows(byte_tokenizer: Callable[[Path], None], tmp_path: Path) -> None:
+def test_sliding_windows(make_windowed: Callable[[int], Path], tmp_path: Path) -> None:
     """Every second layer of the target, and of its int4 draft, sees 24 tokens."""
-    torch.manual_seed(3)
-    config = MinistralConfig(
-        vocab_size=320,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-        initializer_range=0.3,
-        sliding_window=24,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
-    MinistralForCausalLM(config).save_pretrained(tmp_path / "checkpoint")
-    byte_tokenizer(tmp_path / "checkpoint")
+    checkpoint = make_windowed(24)
     for weights in ("fp32", "int4"):
-        export(tmp_path / "checkpoint", tmp_path / weights, ExportOptions(weights=weights, block_size=8))
+        export(checkpoint, tmp_path / weights, ExportOptions(weights=weights, block_size=8))
     _check_both(Bundles(tmp_path / "fp32", {"draft": tmp_path / "int4"}))
 
 

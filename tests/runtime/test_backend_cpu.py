@@ -8,9 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
-from transformers import MinistralConfig, MinistralForCausalLM
 
 from pagelet.exporter import ExportOptions, export
 from pagelet.models.cache import cache_bytes_per_token
@@ -34,29 +32,11 @@ def bundle(
 
 
 @pytest.fixture(scope="module")
-def windowed_bundle(byte_tokenizer: Callable[[Path], None], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def windowed_bundle(make_windowed: Callable[[int], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four layers, every second one with a window of 40 tokens."""
-    folder = tmp_path_factory.mktemp("windowed")
-    torch.manual_seed(3)
-    config = MinistralConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-        initializer_range=0.3,
-        sliding_window=40,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
-    MinistralForCausalLM(config).save_pretrained(folder / "checkpoint")
-    byte_tokenizer(folder / "checkpoint")
-    export(folder / "checkpoint", folder / "bundle", ExportOptions(weights="fp32", block_size=8))
-    return folder / "bundle"
+    bundle = tmp_path_factory.mktemp("windowed") / "bundle"
+    export(make_windowed(40), bundle, ExportOptions(weights="fp32", block_size=8))
+    return bundle
 
 
 def prompt_of(length: int, seed: int) -> list[int]:

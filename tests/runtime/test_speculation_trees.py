@@ -3,11 +3,8 @@
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from transformers import MinistralConfig, MinistralForCausalLM
 
 from pagelet.exporter import ExportOptions, export
 from pagelet.runtime import Engine, EngineConfig, SamplingParams
@@ -60,30 +57,8 @@ class TreeProposer(Proposer):
 
 
 @pytest.fixture(scope="module")
-def checkpoints(
-    make_llama: Callable[..., Path],
-    byte_tokenizer: Callable[[Path], None],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("windowed")
-    torch.manual_seed(3)
-    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    config = MinistralConfig(
-        vocab_size=VOCAB,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.3,
-        sliding_window=40,
-        layer_types=["sliding_attention", "full_attention"],
-        bos_token_id=0,
-        eos_token_id=1,
-        head_dim=16,
-        **sizes,
-    )
-    MinistralForCausalLM(config).save_pretrained(folder)
-    byte_tokenizer(folder)
-    return {"llama": make_llama(), "windowed": folder}
+def checkpoints(make_llama: Callable[..., Path], make_windowed: Callable[[int], Path]) -> dict[str, Path]:
+    return {"llama": make_llama(), "windowed": make_windowed(40)}
 
 
 def tokens_of(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> list[tuple[int, ...]]:
