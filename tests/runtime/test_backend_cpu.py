@@ -64,7 +64,7 @@ def test_sequences_together_give_what_each_gives_alone(bundle: Path, temperature
     few = 12 * manifest.block_size * cache_bytes_per_token(manifest.spec, manifest.cache_type)
     crowded = EngineConfig(kv_memory=few, threads=1, max_sequences=8, max_step_tokens=24)
     with Engine.open(bundle, crowded) as engine:
-        together = [engine.submit(prompt, params) for prompt in prompts]
+        together = engine._loop.call(lambda: [engine.submit(prompt, params) for prompt in prompts])
         beside = [engine.logits(prompt) for prompt in prompts]
         assert [request.result().token_ids for request in together] == alone
         assert engine.stats().preemptions > 0

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fake_backend import generate_together
 
 from pagelet.exporter import ExportOptions, export
 from pagelet.models.cache import cache_bytes_per_token
@@ -57,7 +58,7 @@ def test_sequences_together_give_what_each_gives_alone(bundles: dict[str, Path],
     few = 24 * manifest.block_size * cache_bytes_per_token(manifest.spec, kind)
     crowded = EngineConfig(kv_memory=few, threads=1, max_sequences=8, max_step_tokens=24)
     with Engine.open(bundles[kind], crowded) as engine:
-        together = engine.generate_all(prompts, params)
+        together = generate_together(engine, prompts, params)
         assert [done.token_ids for done in together] == alone
         assert engine.stats().preemptions > 0
         for prompt, expected in zip(prompts, logits, strict=True):

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_backend import FakeBackend, greedy, logits_of
+from fake_backend import FakeBackend, generate_together, greedy, logits_of
 
 from pagelet.models.errors import CapacityError, EngineClosedError, InputError, PromptTooLongError
 from pagelet.runtime import Engine, EngineConfig, SamplingParams
@@ -48,7 +48,7 @@ def test_sequences_together_give_what_each_gives_alone(make_engine: MakeEngine, 
     alone = [engine.generate(prompt, params).token_ids for prompt in prompts]
     # A small pool and chunks of 16 tokens: chunked, batched and preempted.
     crowded, backend = make_engine({"num_blocks": 30}, max_sequences=8, max_step_tokens=16)
-    together = [done.token_ids for done in crowded.generate_all(prompts, params)]
+    together = [done.token_ids for done in generate_together(crowded, prompts, params)]
     assert together == alone
     assert crowded.stats().preemptions > 0
     assert max(len(batch) for batch in backend.batches) > 1

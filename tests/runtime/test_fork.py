@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_backend import FakeBackend, failing_once, greedy
+from fake_backend import FakeBackend, failing_once, generate_together, greedy
 from test_engine_threads import Gate, eventually
 
 from pagelet.models.errors import BackendError, EngineClosedError, InputError, PromptTooLongError
@@ -52,7 +52,7 @@ def test_samples_under_pressure_stay_the_same(make_engine: MakeEngine, max_seque
     roomy, _ = make_engine({"num_blocks": 300})
     expected = [roomy.generate(prompt_of(21, seed), asked).choices for seed in range(4)]
     engine, _ = make_engine({"num_blocks": 20}, max_sequences=max_sequences, max_step_tokens=16)
-    done = engine.generate_all([prompt_of(21, seed) for seed in range(4)], asked)
+    done = generate_together(engine, [prompt_of(21, seed) for seed in range(4)], asked)
     assert [completion.choices for completion in done] == expected
     if max_sequences == 8:
         assert engine.stats().preemptions > 0

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_backend import FakeBackend, failing_once, greedy, held, logits_of
+from fake_backend import FakeBackend, failing_once, generate_together, greedy, logits_of
 
 from pagelet.models.errors import BackendError, InputError
 from pagelet.runtime import Completion, Engine, SamplingParams
@@ -173,7 +173,7 @@ def test_the_same_64_requests_give_the_same_tokens_however_they_are_served(
     assert tokens(hits.generate_all(prompts, asked)) == expected
     few = 16 if windows == (12,) else 25
     preempted, _ = make_engine(model | {"num_blocks": few}, max_sequences=8, max_step_tokens=16)
-    assert tokens(preempted.generate_all(prompts, asked)) == expected
+    assert tokens(generate_together(preempted, prompts, asked)) == expected
     assert preempted.stats().evictions > 0
     if 0 in windows:  # a window's sequences stop growing, so what was let in stays
         assert preempted.stats().preemptions > 0
@@ -190,7 +190,7 @@ def test_a_hundred_markers_under_pressure_stay_where_they_belong(
     engine, backend = make_engine(
         {"windows": windows, "num_blocks": few}, max_sequences=8, max_step_tokens=24, max_queue=200
     )
-    for done, prompt in zip(engine.generate_all(prompts, params(20)), prompts, strict=True):
+    for done, prompt in zip(generate_together(engine, prompts, params(20)), prompts, strict=True):
         assert list(done.token_ids) == greedy(prompt, 20, VOCAB, windows)
     stats = engine.stats()
     assert stats.preemptions > 0 or windows == (12,)
@@ -206,11 +206,8 @@ def test_preempted_sequences_come_back_through_the_cache(make_engine: MakeEngine
             {"num_blocks": 30}, max_sequences=4, prefix_cache=prefix_cache, speculate="off"
         )
         prompts = [prompt_of(20, seed) for seed in range(4)]
-        # All at once: when each arrives decides how often there are too few blocks.
-        with held(engine, backend):
-            requests = [engine.submit(prompt, params(30)) for prompt in prompts]
-        for request, prompt in zip(requests, prompts, strict=True):
-            assert list(request.result(timeout=30).token_ids) == greedy(prompt, 30, VOCAB)
+        for done, prompt in zip(generate_together(engine, prompts, params(30)), prompts, strict=True):
+            assert list(done.token_ids) == greedy(prompt, 30, VOCAB)
         assert engine.stats().preemptions > 0
         read[prefix_cache] = tokens_read(backend)
     assert read[True] < read[False]
