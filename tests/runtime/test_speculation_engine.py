@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_backend import FakeBackend, greedy, held
+from fake_backend import FakeBackend, greedy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import Guess, ScriptedProposer, greedy_guess, half_right, recorded
 from test_engine_threads import Gate, eventually
 
 from pagelet.models.errors import BackendError
-from pagelet.runtime import Engine, EngineConfig, SamplingParams
+from pagelet.runtime import Engine, EngineConfig, Request, SamplingParams
 from pagelet.runtime.speculation.proposal import Candidate, Proposal
 from pagelet.runtime.tasks import Generation
 from pagelet.runtime.text import Tokenizer
@@ -327,6 +327,11 @@ def test_ended_from_outside(make_speculating: MakeSpeculating, how: str) -> None
     assert len(proposer.forgotten) == 1
 
 
+def _together(engine: Engine, asked: Sequence[tuple[list[int], SamplingParams]]) -> list[Request]:
+    """Requests that arrive between two steps."""
+    return engine._loop.call(lambda: [engine.submit(prompt, asks) for prompt, asks in asked])
+
+
 def test_no_sequence_is_preempted_for_a_proposal(make_speculating: MakeSpeculating) -> None:
     """One text stops before the other needs its blocks: the texts fit, their proposals do not always."""
     long, short = prompt_of(8, 0), prompt_of(8, 1)
@@ -335,9 +340,8 @@ def test_no_sequence_is_preempted_for_a_proposal(make_speculating: MakeSpeculati
     for num_blocks in (12, 200):  # 48 tokens of the one; 16 of both before
         backend = FakeBackend(num_blocks=num_blocks, vocab_size=VOCAB)
         engine, _ = make_speculating(wrong, backend=backend, num_draft_tokens=16)
-        with held(engine, backend):
-            first = engine.submit(long, params(40))
-            second = engine.submit(short, params(40, stop_token_ids=stopped[-1:]))
+        asked = ((long, params(40)), (short, params(40, stop_token_ids=stopped[-1:])))
+        first, second = _together(engine, asked)
         assert list(first.result(timeout=10).token_ids) == greedy(long, 40, VOCAB)
         assert list(second.result(timeout=10).token_ids) == stopped
         assert engine.stats().preemptions == 0
