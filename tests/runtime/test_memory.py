@@ -37,7 +37,8 @@ import sys
 from pagelet.runtime import Engine, EngineConfig, SamplingParams
 from pagelet.tools.memory import rss
 
-with Engine.open(sys.argv[1], EngineConfig(kv_memory="512MiB", prefix_cache=False, speculate=sys.argv[3])) as engine:
+config = EngineConfig(kv_memory="512MiB", prefix_cache=False, speculate=sys.argv[3])
+with Engine.open(sys.argv[1], config) as engine:
     prompts = [[11 * index + sequence for index in range(512)] for sequence in range(int(sys.argv[2]))]
     engine.generate_all(prompts, SamplingParams(max_tokens=64, ignore_eos=True))
     stats = engine.stats()
