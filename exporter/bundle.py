@@ -4,26 +4,32 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from pagelet.models.errors import BundleError, InputError
+from pagelet.models.errors import BundleError, InputError, UnfinishedError
 from pagelet.models.manifest import MANIFEST_NAME, FileEntry, hash_file
 
 
 @contextlib.contextmanager
-def new_bundle(out: Path, *, force: bool = False) -> Iterator[Path]:
+def new_bundle(
+    out: Path, *, force: bool = False, resumes: Callable[[Path], bool] = lambda folder: False
+) -> Iterator[Path]:
     """A temporary folder beside `out` that becomes `out` when the block ends without an error.
+
+    A folder that an interrupted or killed export to the same place left is taken up again if it `resumes`,
+    else removed. After an interruption (Ctrl-C) or an `UnfinishedError` it stays for that, after any other
+    error it goes.
 
     Raises:
         InputError: `out` exists and is not to be replaced, or is no bundle, or cannot be made.
     """
     out = Path(os.path.abspath(out))  # noqa: PTH100  (resolve() would follow a link that is to be replaced)
-    _sweep(out)
     _check_destination(out, force)
     folder = out.parent / f".{out.name}.partial-{os.getpid()}"
     try:
-        folder.mkdir(parents=True)
+        _sweep(out, folder, resumes)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(
             f"cannot make {out}: {error.strerror}. Choose a folder that you may write to."
@@ -31,12 +37,17 @@ def new_bundle(out: Path, *, force: bool = False) -> Iterator[Path]:
     try:
         yield folder
         _move_into_place(folder, out)
-    except OSError as error:
-        raise BundleError(
-            f"writing {out} failed: {error.strerror or error}. Nothing was left behind."
-        ) from error
-    finally:
+    except (KeyboardInterrupt, UnfinishedError):
+        if not resumes(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise BundleError(
+                f"writing {out} failed: {error.strerror or error}. Nothing was left behind."
+            ) from error
+        raise
 
 
 def file_entries(folder: Path, weights: frozenset[str]) -> dict[str, FileEntry]:
@@ -64,8 +75,8 @@ def _check_destination(out: Path, force: bool) -> None:
         raise InputError(f"{out} exists; add --force to replace it, or name another folder.")
 
 
-def _sweep(out: Path) -> None:
-    """Remove what killed exports to the same place left; those still running are kept.
+def _sweep(out: Path, folder: Path, resumes: Callable[[Path], bool]) -> None:
+    """Remove what dead exports to the same place left, but for one to go on with; those that run are kept.
 
     One that was killed while it replaced `out` has moved the old bundle aside: that goes back.
     """
@@ -76,7 +87,9 @@ def _sweep(out: Path) -> None:
             continue
         if match.group(2) and not out.exists():
             path.rename(out)
-        else:
+        elif not match.group(2) and not folder.exists() and resumes(path):
+            path.rename(folder)
+        elif path != folder:
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -4,7 +4,7 @@ All tokens of a step, of all sequences, stand in one ragged batch of T rows; `Pa
 knows which sequence a row belongs to. Node names read as paths: /layers.3/attention/qkv.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,27 +42,69 @@ def build_graph(spec: ModelSpec, weights: StoredWeights, cache: CacheFormat, fol
     inputs.
     """
     build = _Builder(spec, weights, folder)
-    residual = _decoder(build, spec, cache)
-    rows = build.op(
-        "Gather", [residual, build.input("logits_indices", "INT64", ["R"])], name="/logits/rows", axis=0
-    )
-    head = "embedding" if spec.tie_embeddings else "head"
-    logits = build.linear(rows, head, "/head", norm="final_norm")
-    return build.model(logits, ["R", spec.vocab_size])
-
-
-def _decoder(build: "_Builder", spec: ModelSpec, cache: CacheFormat) -> ir.Value:
-    """Token ids to the residual stream [T, hidden] behind the last layer."""
     step = _step_inputs(build, spec)
     residual = build.embedding(build.input("input_ids", "INT64", ["T"]))
     for layer in range(spec.num_layers):
-        attention, mlp = f"layers.{layer}.attention.", f"layers.{layer}.mlp."
-        qkv = build.linear(residual, attention + "qkv", norm=attention + "norm")
-        attended = _attention(build, spec, qkv, step, layer, cache)
-        residual = build.linear(attended, attention + "o", residual=residual)
-        gated = build.linear(residual, mlp + "gate_up", norm=mlp + "norm")
-        residual = build.linear(gated, mlp + "down", residual=residual)
-    return residual
+        residual = _layer(build, spec, residual, step, layer, cache)["residual"]
+    rows = build.op(
+        "Gather", [residual, build.input("logits_indices", "INT64", ["R"])], name="/logits/rows", axis=0
+    )
+    return build.model({"logits": (_head(build, spec, rows), ["R", spec.vocab_size])})
+
+
+def build_embedding_graph(spec: ModelSpec, weights: StoredWeights, folder: Path) -> ir.Model:
+    """The model's first part alone: input_ids int64 [T] to residual float32 [T, hidden]."""
+    build = _Builder(spec, weights, folder)
+    residual = build.embedding(build.input("input_ids", "INT64", ["T"]))
+    return build.model({"residual": (residual, ["T", spec.hidden_size])})
+
+
+def build_layer_graph(
+    spec: ModelSpec, weights: StoredWeights, layer: int, cache: CacheFormat, folder: Path
+) -> ir.Model:
+    """One layer alone, the very nodes of the whole graph.
+
+    Inputs: residual_in float32 [T, hidden]; position_ids, cumulative_sequence_length, past_seqlens,
+    block_table_g, ancestor_mask and the layer's caches as in the whole graph. Outputs, float32: the residual
+    stream behind the layer; qkv [T, (num_heads + 2 num_kv_heads) * head_dim]; and what o, gate_up (before its
+    norm) and down read: attended [T, num_heads * head_dim], middle [T, hidden], gated [T, intermediate].
+    """
+    build = _Builder(spec, weights, folder)
+    step = _step_inputs(build, spec)
+    residual = build.input("residual_in", "FLOAT", ["T", spec.hidden_size])
+    values = _layer(build, spec, residual, step, layer, cache)
+    widths = {
+        "qkv": spec.query_size + 2 * spec.kv_size,
+        "attended": spec.query_size,
+        "middle": spec.hidden_size,
+        "gated": spec.intermediate_size,
+        "residual": spec.hidden_size,
+    }
+    return build.model({name: (values[name], ["T", width]) for name, width in widths.items()})
+
+
+def build_head_graph(spec: ModelSpec, weights: StoredWeights, folder: Path) -> ir.Model:
+    """The last norm and the head alone: residual_in float32 [R, hidden] to logits float32 [R, vocab]."""
+    build = _Builder(spec, weights, folder)
+    residual = build.input("residual_in", "FLOAT", ["R", spec.hidden_size])
+    return build.model({"logits": (_head(build, spec, residual), ["R", spec.vocab_size])})
+
+
+def _layer(
+    build: "_Builder", spec: ModelSpec, residual: ir.Value, step: "_Step", layer: int, cache: CacheFormat
+) -> dict[str, ir.Value]:
+    """What a layer computes on the way, and the residual stream [T, hidden] behind it."""
+    attention, mlp = f"layers.{layer}.attention.", f"layers.{layer}.mlp."
+    qkv = build.linear(residual, attention + "qkv", norm=attention + "norm")
+    attended = _attention(build, spec, qkv, step, layer, cache)
+    middle = build.linear(attended, attention + "o", residual=residual)
+    gated = build.linear(middle, mlp + "gate_up", norm=mlp + "norm")
+    residual = build.linear(gated, mlp + "down", residual=middle)
+    return {"qkv": qkv, "attended": attended, "middle": middle, "gated": gated, "residual": residual}
+
+
+def _head(build: "_Builder", spec: ModelSpec, rows: ir.Value) -> ir.Value:
+    return build.linear(rows, "embedding" if spec.tie_embeddings else "head", "/head", norm="final_norm")
 
 
 @dataclass(frozen=True)
@@ -233,15 +275,13 @@ class _Builder:
         self._cache_outputs += written
         return attended
 
-    def model(self, logits: ir.Value, logits_shape: Sequence[int | str]) -> ir.Model:
-        logits.name, logits.shape, logits.type = (
-            "logits",
-            ir.Shape(logits_shape),
-            ir.TensorType(ir.DataType.FLOAT),
-        )
+    def model(self, outputs: Mapping[str, tuple[ir.Value, Sequence[int | str]]]) -> ir.Model:
+        """What was built; `outputs`, float32 values with their shapes, get the names they have there."""
+        for name, (value, shape) in outputs.items():
+            value.name, value.shape, value.type = name, ir.Shape(shape), ir.TensorType(ir.DataType.FLOAT)
         graph = ir.Graph(
             self._inputs,
-            [logits, *self._cache_outputs],
+            [*(value for value, _ in outputs.values()), *self._cache_outputs],
             nodes=self._nodes,
             initializers=list(self._stored.values()),
             opset_imports=_OPSETS,

@@ -1,24 +1,59 @@
 """The rows of several weights as if they were one matrix: read, rounded and packed a few tiles at a time."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pagelet.exporter.checkpoint import Blocks, Checkpoint
+from pagelet.exporter.quantize.rounding import round_to_nearest
 from pagelet.models.errors import CheckpointError
 from pagelet.plugins import float_packing, packing
 from pagelet.plugins.float_packing import FloatFormat, FloatParts
 from pagelet.plugins.packing import TILE_COLUMNS, LinearFormat, Quantized
 
 T = TypeVar("T", bound=np.generic)
+Float32 = NDArray[np.float32]
 WeightFormat = LinearFormat | FloatFormat
+Round = Callable[[Float32], Quantized]
 
 # Floats of one piece; bounds the exporter's memory whatever the tensor's size.
 PIECE = 4 << 20
 # The checkpoint's numbers that a plain float holds unchanged.
 _EXACT = {"f32": {"F32", "F16", "BF16"}, "f16": {"F16"}, "bf16": {"BF16"}}
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """What becomes of a matrix on its way into the file.
+
+    Attributes:
+        round: rows float32 [rows, in] to codes, scales and minimums; None: as the checkpoint has them where
+            the format holds that, else to the nearest.
+        input_scales: float32 [in] or None; the columns are multiplied by them, because what computes the
+            inputs was divided by them.
+        output_scales: by role, float32 [out]; its rows (and its bias) are divided by them.
+    """
+
+    round: Round | None = None
+    input_scales: Float32 | None = None
+    output_scales: Mapping[str, Float32] = field(default_factory=dict)
+
+    @property
+    def scales(self) -> bool:
+        return self.input_scales is not None or bool(self.output_scales)
+
+
+PLAIN = Treatment()
+
+
+def nearest(format: WeightFormat) -> Treatment:
+    """To the nearest; in four bits the clip is searched, with eight that would gain nothing."""
+    if not isinstance(format, LinearFormat) or format.bits == 8:
+        return PLAIN
+    return Treatment(round=lambda rows: round_to_nearest(rows, format))
 
 
 class StackedRows:
@@ -27,16 +62,24 @@ class StackedRows:
     Attributes:
         width: inputs.
         count: rows in all.
-        exact: whether every weight has numbers of its own that `format` holds unchanged.
+        exact: whether every weight has numbers of its own that `format` holds unchanged, and nothing scales
+            them.
 
     Raises:
         CheckpointError: the weights do not fit the format; by their names.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, roles: Sequence[str], format: WeightFormat, *, interleaved: bool
+        self,
+        checkpoint: Checkpoint,
+        roles: Sequence[str],
+        format: WeightFormat,
+        *,
+        interleaved: bool,
+        treatment: Treatment = PLAIN,
     ) -> None:
         self._checkpoint = checkpoint
+        self._treatment = treatment
         self._roles = roles
         self._format = format
         self._interleaved = interleaved
@@ -45,7 +88,7 @@ class StackedRows:
         self._starts = np.cumsum([0, *(rows for rows, _ in sizes)]).tolist()
         self.count: int = self._starts[-1]
         self._check_shape()
-        self.exact = self._is_exact()
+        self.exact = not treatment.scales and self._is_exact()
 
     def pieces(self) -> Iterator[NDArray[np.uint8]]:
         """The packed bytes of all rows, in order."""
@@ -61,16 +104,17 @@ class StackedRows:
     def _packed(self, start: int, stop: int) -> NDArray[np.uint8]:
         if isinstance(self._format, FloatFormat):
             own = self.exact and self._format.type == "fp8"
-            values = (
+            parts = (
                 self._own_fp8(start, stop, self._format.groups(self.width))
                 if own
-                else float_packing.quantize(self._floats(start, stop), self._format)
+                else float_packing.quantize(self.floats(start, stop), self._format)
             )
-            return float_packing.pack(*values, self._format)
+            return float_packing.pack(*parts, self._format)
         if self.exact:
             return packing.pack(*self._own_codes(start, stop, self._format), self._format)
-        codes = packing.quantize_rtn(self._floats(start, stop), self._format)
-        return packing.pack(*codes, self._format)
+        values = self.floats(start, stop)
+        codes = self._treatment.round or (lambda rows: packing.quantize_rtn(rows, self._format))
+        return packing.pack(*codes(values), self._format)
 
     def _check_shape(self) -> None:
         if self._interleaved and self.count % (2 * TILE_COLUMNS):
@@ -105,10 +149,15 @@ class StackedRows:
             if start < last and stop > first:
                 yield role, max(start, first) - first, min(stop, last) - first
 
-    def _floats(self, start: int, stop: int) -> NDArray[np.float32]:
-        return self._stack(
-            [read_finite(self._checkpoint, role, low, high) for role, low, high in self._parts(start, stop)]
-        )
+    def floats(self, start: int, stop: int) -> Float32:
+        """Rows [start:stop] as the treatment scales them, not rounded; float32 [rows, width]."""
+        rows = self._stack([self._scaled(*part) for part in self._parts(start, stop)])
+        return rows if self._treatment.input_scales is None else rows * self._treatment.input_scales
+
+    def _scaled(self, role: str, start: int, stop: int) -> Float32:
+        values = read_finite(self._checkpoint, role, start, stop)
+        scales = self._treatment.output_scales.get(role.removesuffix(".weight"))
+        return values if scales is None else values / scales[start:stop, None]
 
     def _own_codes(self, start: int, stop: int, format: LinearFormat) -> Quantized:
         """The checkpoint's own codes, scales and minimums."""
@@ -138,6 +187,14 @@ class StackedRows:
 
     def _names(self) -> str:
         return ", ".join(self._checkpoint.weights[role].name for role in self._roles)
+
+
+def sample_rows(count: int, most: int) -> list[tuple[int, int]]:
+    """(first, behind the last) of stretches of whole pairs of tiles, evenly over all; about `most` rows."""
+    unit = 2 * TILE_COLUMNS
+    starts = range(0, count, unit)
+    chosen = starts[:: max(count // max(most, unit), 1)]
+    return [(start, min(start + unit, count)) for start in chosen]
 
 
 def _fits(block: Blocks, format: LinearFormat) -> bool:

@@ -5,7 +5,7 @@ graph runs one wide layer instead of three narrow ones. Gate and up alternate in
 op then has both factors of an output at hand.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -14,7 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagelet.exporter.checkpoint import Checkpoint
-from pagelet.exporter.stacked_rows import PIECE, StackedRows, WeightFormat, read_finite
+from pagelet.exporter.stacked_rows import (
+    PIECE,
+    PLAIN,
+    Float32,
+    StackedRows,
+    Treatment,
+    WeightFormat,
+    read_finite,
+)
 from pagelet.models.manifest import TensorEntry
 from pagelet.models.spec import ModelSpec
 from pagelet.plugins.packing import LinearFormat
@@ -58,28 +66,29 @@ class StoredWeights:
     entries: dict[str, TensorEntry]
 
 
-@dataclass(frozen=True)
-class Formats:
-    """How the matrices are stored: of the layers, and of the embedding table and the head."""
-
-    layers: WeightFormat
-    tables: WeightFormat
-
-    def of(self, module: str) -> WeightFormat:
-        return self.tables if module in ("embedding", "head") else self.layers
-
-
 class WeightsFile:
     """Appends tensors to one file, each aligned; the file is mapped at run time."""
 
-    def __init__(self, path: Path) -> None:
-        self._stream: BinaryIO = path.open("wb")
+    def __init__(self, path: Path, keep: int = 0) -> None:
+        """`keep`: bytes of an existing file to go on behind; 0 begins a new one."""
+        self._stream: BinaryIO = path.open("r+b" if keep else "wb")
+        self._stream.truncate(keep)
+        self._stream.seek(keep)
 
     def __enter__(self) -> "WeightsFile":
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stream.close()
+
+    @property
+    def length(self) -> int:
+        """Bytes so far."""
+        return self._stream.tell()
+
+    def flush(self) -> None:
+        """Whoever maps the file now finds all tensors so far."""
+        self._stream.flush()
 
     def add(
         self, name: str, dtype: str, shape: tuple[int, ...], pieces: Iterator[NDArray[np.generic]]
@@ -91,94 +100,112 @@ class WeightsFile:
         return StoredTensor(name, dtype, shape, offset, self._stream.tell() - offset)
 
 
-OnTensor = Callable[[int, int, str], None]
-"""on_tensor(tensors done, tensors in all, name of the next)."""
+def layer_units(layer: int) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """(module, roles stacked along its outputs) of a layer's linear layers, in graph order."""
+    at = f"layers.{layer}."
+    yield at + "attention.qkv", tuple(at + "attention." + part for part in "qkv")
+    yield at + "attention.o", (at + "attention.o",)
+    yield at + "mlp.gate_up", (at + "mlp.gate", at + "mlp.up")
+    yield at + "mlp.down", (at + "mlp.down",)
 
 
 def linear_units(spec: ModelSpec) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(module, roles stacked along its outputs) of every linear layer, in graph order.
+    """Those of the whole model.
 
     The embedding table counts as one: tied to the head, it is the head's weight.
     """
     yield "embedding", ("embedding",)
     for layer in range(spec.num_layers):
-        at = f"layers.{layer}."
-        yield at + "attention.qkv", tuple(at + "attention." + part for part in "qkv")
-        yield at + "attention.o", (at + "attention.o",)
-        yield at + "mlp.gate_up", (at + "mlp.gate", at + "mlp.up")
-        yield at + "mlp.down", (at + "mlp.down",)
+        yield from layer_units(layer)
     if not spec.tie_embeddings:
         yield "head", ("head",)
 
 
-def vector_roles(spec: ModelSpec) -> Iterator[str]:
-    """Roles of the norm weights."""
+def norm_roles(spec: ModelSpec) -> Iterator[str]:
+    """Roles of the norms' weights, without their ending."""
     for role, shape in spec.weight_shapes():
         if len(shape) == 1 and role.endswith("norm.weight"):
-            yield role
+            yield role.removesuffix(".weight")
 
 
-def write_weights(
-    checkpoint: Checkpoint, spec: ModelSpec, formats: Formats, folder: Path, on_tensor: OnTensor
-) -> StoredWeights:
-    """Stream every weight into `folder`/model.weights, the matrices in `formats`.
+class WeightsWriter:
+    """Writes a model's tensors into a weights file, and keeps account of them in `stored`."""
 
-    Raises:
-        CheckpointError: a tensor holds NaN or infinity, or does not fit its format; by its name.
-    """
-    units, vectors = list(linear_units(spec)), list(vector_roles(spec))
-    total = len(units) + len(vectors) + 1
-    stored = StoredWeights({}, {}, {})
-    with WeightsFile(folder / WEIGHTS_NAME) as file:
-        for done, (module, roles) in enumerate(units):
-            on_tensor(done, total, module)
-            stored.linears[module], stored.entries[module] = _write_linear(
-                checkpoint, module, roles, formats.of(module), file
-            )
-        for done, role in enumerate(vectors, len(units)):
-            on_tensor(done, total, role)
-            stored.vectors[role] = _write_vector(file, role, read_finite(checkpoint, role))
-        on_tensor(total - 1, total, "rope tables")
+    def __init__(
+        self, checkpoint: Checkpoint, file: WeightsFile, stored: StoredWeights | None = None
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._file = file
+        self.stored = stored or StoredWeights({}, {}, {})
+
+    def linear(
+        self, module: str, roles: Sequence[str], format: WeightFormat, treatment: Treatment = PLAIN
+    ) -> None:
+        """A matrix, a piece at a time, with its bias.
+
+        Raises:
+            CheckpointError: a tensor holds NaN or infinity, or does not fit the format; by its name.
+        """
+        rows = stacked(self._checkpoint, module, roles, format, treatment)
+        bias = None
+        if roles[0] + ".bias" in self._checkpoint.weights:
+            values = [self._scaled(role, ".bias", treatment.output_scales) for role in roles]
+            bias = self._vector(module + ".bias", np.concatenate(values))
+        size = format.packed_bytes(rows.width, rows.count)
+        weight = self._file.add(module + ".weight", "uint8", (size,), rows.pieces())
+        assert weight.length == size, f"{module}: packed {weight.length} bytes, expected {size}"
+        self.stored.linears[module] = Linear(
+            rows.width, rows.count, format, weight, bias, gated=module.endswith("mlp.gate_up")
+        )
+        self.stored.entries[module] = TensorEntry(
+            type_name(format),
+            (rows.count, rows.width),
+            size,
+            format.group_size,
+            symmetric=isinstance(format, LinearFormat) and not format.asymmetric,
+            exact=rows.exact,
+        )
+
+    def norm(self, role: str, scales: Mapping[str, Float32] | None = None) -> None:
+        """A norm's weight, divided by its scales where it has some."""
+        self.stored.vectors[role + ".weight"] = self._vector(
+            role + ".weight", self._scaled(role, ".weight", scales or {})
+        )
+
+    def rope_tables(self, spec: ModelSpec) -> None:
+        """cos and sin of every position, in pieces: contexts of millions of tokens have large tables."""
+        half = spec.rope.rotary_dim // 2
+        step = max(PIECE // half, 1)
         for which, name in enumerate(("rope.cos", "rope.sin")):
-            stored.vectors[name] = _write_rope_table(file, name, spec, which)
-        on_tensor(total, total, "")
-    return stored
+            pieces = (
+                spec.rope.tables(min(step, spec.max_context - start), start)[which]
+                for start in range(0, spec.max_context, step)
+            )
+            self.stored.vectors[name] = self._file.add(name, "float32", (spec.max_context, half), pieces)
+
+    def _scaled(self, role: str, kind: str, scales: Mapping[str, Float32]) -> Float32:
+        values = read_finite(self._checkpoint, role + kind)
+        return values / scales[role] if role in scales else values
+
+    def _vector(self, name: str, values: Float32) -> StoredTensor:
+        return self._file.add(name, "float32", values.shape, iter([values]))
 
 
-def _write_vector(file: WeightsFile, name: str, values: NDArray[np.float32]) -> StoredTensor:
-    return file.add(name, "float32", values.shape, iter([values]))
-
-
-def _write_rope_table(file: WeightsFile, name: str, spec: ModelSpec, which: int) -> StoredTensor:
-    """cos (0) or sin (1) of every position, in pieces: contexts of millions of tokens have large tables."""
-    half = spec.rope.rotary_dim // 2
-    step = max(PIECE // half, 1)
-    starts = range(0, spec.max_context, step)
-    pieces = (spec.rope.tables(min(step, spec.max_context - start), start)[which] for start in starts)
-    return file.add(name, "float32", (spec.max_context, half), pieces)
-
-
-def _write_linear(
-    checkpoint: Checkpoint, module: str, roles: tuple[str, ...], format: WeightFormat, file: WeightsFile
-) -> tuple[Linear, TensorEntry]:
-    gated = module.endswith("mlp.gate_up")
-    rows = StackedRows(checkpoint, [role + ".weight" for role in roles], format, interleaved=gated)
-    bias = None
-    if roles[0] + ".bias" in checkpoint.weights:
-        values = np.concatenate([read_finite(checkpoint, role + ".bias") for role in roles])
-        bias = _write_vector(file, module + ".bias", values)
-    size = format.packed_bytes(rows.width, rows.count)
-    weight = file.add(module + ".weight", "uint8", (size,), rows.pieces())
-    assert weight.length == size, f"{module}: packed {weight.length} bytes, expected {size}"
-    entry = TensorEntry(
-        type_name(format),
-        (rows.count, rows.width),
-        size,
-        format.group_size,
-        symmetric=isinstance(format, LinearFormat) and not format.asymmetric,
-        exact=rows.exact,
+def stacked(
+    checkpoint: Checkpoint,
+    module: str,
+    roles: Sequence[str],
+    format: WeightFormat,
+    treatment: Treatment = PLAIN,
+) -> StackedRows:
+    """The module's rows; those of gate and up alternate."""
+    return StackedRows(
+        checkpoint,
+        [role + ".weight" for role in roles],
+        format,
+        interleaved=module.endswith("mlp.gate_up"),
+        treatment=treatment,
     )
-    return Linear(rows.width, rows.count, format, weight, bias, gated), entry
 
 
 def type_name(format: WeightFormat) -> str:

@@ -7,6 +7,7 @@
     │       └── QueueFullError    one that would fit later
     ├── CheckpointError       a source model: damaged, incomplete, refused
     │   └── UnsupportedError  well-formed, but something pagelet does not know
+    ├── UnfinishedError       an export that stopped on purpose; the same command goes on from there
     ├── BundleError           an exported bundle: damaged, foreign, too new
     ├── SessionError          a saved session: damaged, or not of this model and cache
     ├── BackendError          the engine underneath failed or is missing
@@ -43,6 +44,10 @@ class CheckpointError(PageletError):
 
 class UnsupportedError(CheckpointError):
     """A checkpoint asks for something that the exporter does not know."""
+
+
+class UnfinishedError(PageletError):
+    """An export stopped before its end, and what it has done is kept for the next one to the same place."""
 
 
 class BundleError(PageletError):

@@ -7,17 +7,20 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pagelet.models.errors import BundleError, CheckpointError
 from pagelet.models.spec import ModelSpec
-from pagelet.models.strict import decode, require
+from pagelet.models.strict import decode, reject_unknown, require
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = "pagelet-bundle"
-VERSION = 2
+VERSION = 3
+# Keys that a version added; older manifests are read, and lack them.
+_ADDED = {3: ("certificate",)}
+_OLDEST = 2
 # A manifest is a few kilobytes; a larger one is not ours and is not parsed.
 MAX_MANIFEST_BYTES = 16 << 20
 _CHUNK = 4 << 20
@@ -81,9 +84,11 @@ class Manifest:
     cache_type: str = "f32"
     generation: dict[str, Any] = field(default_factory=dict)  # the checkpoint's own sampling defaults
     created_by: str = ""
+    certificate: str = ""  # the file's name; "": none was made
+    version: int = VERSION
 
     def to_json(self) -> dict[str, Any]:
-        return {"format": FORMAT, "version": VERSION, **asdict(self)}
+        return {"format": FORMAT, "version": self.version, **asdict(self)}
 
     def save(self, folder: Path) -> None:
         text = json.dumps(self.to_json(), indent=1, ensure_ascii=False)
@@ -132,14 +137,19 @@ def load_manifest(folder: Path) -> Manifest:
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise BundleError(f"{path} is not a pagelet manifest (its 'format' is not {FORMAT!r}).")
     version = require(data, "version", int, str(path), BundleError)
-    if version != VERSION:
+    if not _OLDEST <= version <= VERSION:
         advice = "update pagelet" if version > VERSION else "export it again"
-        raise BundleError(f"{path} has version {version}; this pagelet reads version {VERSION}: {advice}.")
+        raise BundleError(
+            f"{path} has version {version}; this pagelet reads versions {_OLDEST} to {VERSION}: {advice}."
+        )
+    later = {key for added, keys in _ADDED.items() if added > version for key in keys}
+    known = [field.name for field in fields(Manifest) if field.name not in later]
+    reject_unknown(data, ["format", *known], str(path), BundleError)
     return _parse(data, str(path))
 
 
 def _parse(data: dict[str, Any], where: str) -> Manifest:
-    body = {key: value for key, value in data.items() if key not in ("format", "version")}
+    body = {key: value for key, value in data.items() if key != "format"}
     try:
         manifest = decode(Manifest, body, where, BundleError)
     except CheckpointError as error:
@@ -148,6 +158,8 @@ def _parse(data: dict[str, Any], where: str) -> Manifest:
         _check_path(name, where)
     if manifest.graph not in manifest.files:
         raise BundleError(f"{where}: the graph {manifest.graph!r} is not among its files.")
+    if manifest.certificate and manifest.certificate not in manifest.files:
+        raise BundleError(f"{where}: the certificate {manifest.certificate!r:.80} is not among its files.")
     if not 1 <= manifest.block_size <= 4096:
         raise BundleError(f"{where}: block_size is {manifest.block_size}; expected 1 to 4096.")
     return manifest

@@ -21,6 +21,19 @@ if TYPE_CHECKING:
 
 _SUFFIX = ".dll" if sys.platform == "win32" else ".so"  # a CMake MODULE ends in .so on macOS too
 
+# What a kernel's bits depend on beside its inputs: whether a multiply-add rounds once, and the lanes that
+# attention sums in. Integer dot products are exact: instructions for them change nothing.
+_ARITHMETIC = {
+    "portable": "rounded-4",
+    "neon": "fused-4",
+    "dotprod": "fused-4",
+    "avx2": "fused-8",
+    "avxvnni": "fused-8",
+    "avx512": "fused-16",
+}
+# Raised when a kernel's order of operations changes: bundles that were certified before then drift.
+_ORDER = 1
+
 
 def ops_library() -> Path:
     """The path of the op library.
@@ -75,6 +88,15 @@ def selected_isa() -> str:
             f"unset it, or set one of: {', '.join(available_isas())}"
         )
     return name.decode()
+
+
+def kernel_arithmetic() -> str:
+    """Names the arithmetic of the kernels that run here: where it is the same, so is every bit.
+
+    Raises:
+        RuntimeError: as `selected_isa`.
+    """
+    return f"{_ARITHMETIC[selected_isa()]}.{_ORDER}"
 
 
 @lru_cache(maxsize=1)

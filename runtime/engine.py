@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pagelet.models.errors import InputError
 from pagelet.models.manifest import Manifest
 from pagelet.models.spec import ModelSpec
+from pagelet.models.text import Tokenizer
 from pagelet.runtime.backends.base import Backend, Float32Array
 from pagelet.runtime.config import EngineConfig
 from pagelet.runtime.opening import OnOpenProgress, open_bundle
@@ -25,7 +26,6 @@ from pagelet.runtime.speculation.proposer import Proposer
 from pagelet.runtime.stats import EngineStats
 from pagelet.runtime.step_loop import StepLoop
 from pagelet.runtime.submission import Submitter
-from pagelet.runtime.text import Tokenizer
 from pagelet.runtime.truncation import OnContextFull
 
 if TYPE_CHECKING:  # in `typing` from Python 3.11 on
@@ -75,13 +75,15 @@ class Engine:
         """Open a bundle.
 
         Args:
-            verify: hash the weights too, not only the small files.
+            verify: hash the weights too, not only the small files, and replay the certificate's golden
+                prompts where there is one: takes seconds.
             on_progress: told (stage, fraction) in this thread; stages are "verify", "tokenizer",
                 "session" and, with a draft, "draft". If it returns False the opening is cancelled.
             proposers: guess ahead beside those that `config.speculate` names.
 
         Raises:
-            BundleError: the bundle is damaged, incomplete, foreign or newer.
+            BundleError: the bundle is damaged, incomplete, foreign or newer; with `verify`, or it computes
+                other numbers here than it should.
             CapacityError: the KV cache does not fit into memory, or not one block into `kv_memory`; with a
                 draft, of both models.
             InputError: the draft's tokenizer, vocabulary, context or target is not the bundle's.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pagelet.models.errors import BundleError, CancelledError, CapacityError
 from pagelet.models.manifest import Manifest, check_files, load_manifest
+from pagelet.models.text import Tokenizer
 from pagelet.runtime.backends.base import Backend
 from pagelet.runtime.cache_layout import CacheShape
 from pagelet.runtime.config import EngineConfig, available_memory
@@ -19,7 +20,8 @@ from pagelet.runtime.speculation.pairing import check_pair
 from pagelet.runtime.speculation.proposer import Proposer
 from pagelet.runtime.speculation.speculator import MAX_ROWS
 from pagelet.runtime.tasks import Scoring
-from pagelet.runtime.text import Tokenizer
+
+_HASHING = 0.8  # of stage "verify"; the rest is the replay
 
 # (stage, fraction of it that is done); False cancels. Stages: "verify", "tokenizer", "session", "draft".
 OnOpenProgress = Callable[[str, float], bool | None]
@@ -98,9 +100,12 @@ def _checked(
     folder: Path, config: EngineConfig, verify: bool, report: Callable[[str, float], None]
 ) -> _Model:
     manifest = load_manifest(folder)
-    _check_files(folder, manifest, verify, report)
     if manifest.target != "cpu":
         raise BundleError(f"{folder} is for the target {manifest.target!r}; this runtime serves 'cpu'.")
+    _check_files(folder, manifest, verify, report)
+    if verify:
+        _check_numbers(folder, manifest, config)
+        report("verify", 1.0)
     from pagelet.runtime.backends.cpu import cache_shape
 
     return _Model(folder, manifest, cache_shape(manifest, config.max_step_tokens))
@@ -172,12 +177,22 @@ def _check_files(
 ) -> None:
     entries = manifest.files.values()
     total = sum(entry.bytes for entry in entries if verify or not entry.weights)
+    share = _HASHING if verify else 1.0
     done = 0
 
     def on_bytes(count: int) -> None:
         nonlocal done
         done += count
-        report("verify", done / total)
+        report("verify", share * done / total)
 
     report("verify", 0.0)
     check_files(folder, manifest, weights=verify, on_bytes=on_bytes)
+
+
+def _check_numbers(folder: Path, manifest: Manifest, config: EngineConfig) -> None:
+    """Refuse a bundle that computes other numbers here than it should; one without a certificate passes."""
+    from pagelet.runtime.verification import replay
+
+    found = replay(folder, manifest, config.threads)
+    if found.status == "broken":
+        raise BundleError(f"{folder} {found.explanation}")

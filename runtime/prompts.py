@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagelet.models.errors import CapacityError, InputError, PromptTooLongError
-from pagelet.runtime.text import Tokenizer
+from pagelet.models.text import Tokenizer
 
 Message: TypeAlias = Mapping[str, Any]
 # Raw text, the messages of a conversation (they go through the chat template), or token ids.

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pagelet.models.errors import InputError
+from pagelet.models.text import TextStream, Tokenizer
 from pagelet.runtime.backends.base import Float32Array
 from pagelet.runtime.prompts import (
     EncodedPrompt,
@@ -19,7 +20,6 @@ from pagelet.runtime.request_options import RequestOptions
 from pagelet.runtime.sampling import SamplerState, SamplingParams
 from pagelet.runtime.step_loop import StepLoop
 from pagelet.runtime.tasks import Generation, Scoring
-from pagelet.runtime.text import TextStream, Tokenizer
 from pagelet.runtime.truncation import encode_truncated
 
 

@@ -8,13 +8,13 @@ from concurrent.futures import Future
 import numpy as np
 
 from pagelet.models.errors import CancelledError, InputError, PageletError
+from pagelet.models.text import TextStream
 from pagelet.runtime.backends.base import Float32Array
 from pagelet.runtime.request import Choice, Chunk, Completion, FinishReason, Request, Timings, Usage
 from pagelet.runtime.sampling import Mask, SampledToken, Sampler
 from pagelet.runtime.scheduler import Sequence
 from pagelet.runtime.sequence_cache import SequenceCache
 from pagelet.runtime.speculation.proposal import TokenIndices, follower
-from pagelet.runtime.text import TextStream
 
 
 class Task(Sequence):

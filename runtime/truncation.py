@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from pagelet.models.errors import InputError, PromptTooLongError
+from pagelet.models.text import Tokenizer
 from pagelet.runtime.prompts import (
     EncodedPrompt,
     LengthLimits,
@@ -13,7 +14,6 @@ from pagelet.runtime.prompts import (
     encode_prompt,
     is_conversation,
 )
-from pagelet.runtime.text import Tokenizer
 
 OnContextFull = Literal["refuse", "truncate"]
 # Without max_tokens, this share of the context is kept free for the reply.

@@ -2,15 +2,27 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pagelet.models.errors import InputError
-from pagelet.runtime import Engine
 
 Logits = NDArray[np.float32]
+OnPiece = Callable[[int, int, str], None]
+
+_ROWS = 128  # of logits at once: copies of a whole window's would take a gigabyte
+
+
+class Scorer(Protocol):
+    """What can be evaluated: an engine of ours, another one, logits that were kept."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def logits(self, token_ids: Sequence[int]) -> Logits:
+        """Logits [T, vocab] after each of T tokens, read from an empty context."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +49,10 @@ def windows(tokens: Sequence[int], size: int, limit: int | None = None) -> Itera
 
 
 def evaluate(
-    engine: Engine,
+    engine: Scorer,
     pieces: Sequence[Sequence[int]],
-    reference: Engine | None = None,
-    on_piece: Callable[[int, int, str], None] | None = None,
+    reference: Scorer | None = None,
+    on_piece: OnPiece | None = None,
 ) -> EvalResult:
     """Score each piece from an empty context: every token but the first, given those before it.
 
@@ -51,31 +63,16 @@ def evaluate(
         raise InputError("the text has fewer than two tokens; there is nothing to score.")
     if reference and reference.vocab_size != engine.vocab_size:
         raise InputError(f"the vocabularies differ: {engine.vocab_size} and {reference.vocab_size} tokens.")
-    losses, reference_losses, kls, agree = [], [], [], []
+    scores = []
     for done, piece in enumerate(pieces):
         if on_piece:
             on_piece(done, len(pieces), "")
-        ours = log_softmax(engine.logits(piece)[:-1])
-        targets = np.asarray(piece[1:])
-        losses.append(-np.take_along_axis(ours, targets[:, None], 1))
-        if reference:
-            theirs = log_softmax(reference.logits(piece)[:-1])
-            reference_losses.append(-np.take_along_axis(theirs, targets[:, None], 1))
-            kls.append((np.exp(theirs) * (theirs - ours)).sum(axis=1, dtype=np.float64))
-            agree.append(ours.argmax(1) == theirs.argmax(1))
-    count = sum(len(loss) for loss in losses)
-    perplexity = _perplexity(losses)
-    if not reference:
-        return EvalResult(count, perplexity)
-    kl = np.concatenate(kls)
-    return EvalResult(
-        count,
-        perplexity,
-        _perplexity(reference_losses),
-        float(kl.mean()),
-        float(np.quantile(kl, 0.99)),
-        float(np.concatenate(agree).mean()),
-    )
+        ours, targets = engine.logits(piece), np.asarray(piece[1:])
+        theirs = reference.logits(piece) if reference else None
+        for start in range(0, len(targets), _ROWS):
+            rows = slice(start, min(start + _ROWS, len(targets)))
+            scores.append(_score(ours[rows], targets[rows], None if theirs is None else theirs[rows]))
+    return _summary(np.concatenate(scores, axis=1))
 
 
 def log_softmax(logits: Logits) -> NDArray[np.float32]:
@@ -86,5 +83,28 @@ def log_softmax(logits: Logits) -> NDArray[np.float32]:
     return result
 
 
-def _perplexity(losses: Sequence[NDArray[np.floating[Any]]]) -> float:
-    return float(np.exp(np.concatenate(losses).mean(dtype=np.float64)))
+def _score(ours: Logits, targets: NDArray[np.int64], theirs: Logits | None) -> NDArray[np.float64]:
+    """[1 or 4, T]: the loss; with a reference its loss too, the KL divergence, and whether both agree."""
+    rows = np.arange(len(targets))
+    ours = log_softmax(ours)
+    if theirs is None:
+        return -ours[rows, targets][None].astype(np.float64)
+    theirs = log_softmax(theirs)
+    kl = (np.exp(theirs) * (theirs - ours)).sum(axis=1, dtype=np.float64)
+    agree = ours.argmax(axis=1) == theirs.argmax(axis=1)
+    return np.stack([-ours[rows, targets], -theirs[rows, targets], kl, agree]).astype(np.float64)
+
+
+def _summary(scores: NDArray[np.float64]) -> EvalResult:
+    tokens, perplexity = scores.shape[1], float(np.exp(scores[0].mean()))
+    if len(scores) == 1:
+        return EvalResult(tokens, perplexity)
+    _, reference_loss, kl, agree = scores
+    return EvalResult(
+        tokens,
+        perplexity,
+        float(np.exp(reference_loss.mean())),
+        float(kl.mean()),
+        float(np.quantile(kl, 0.99)),
+        float(agree.mean()),
+    )

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagelet.models.manifest import load_manifest
+from pagelet.models.text import Tokenizer
 from pagelet.runtime.backends.base import StepBatch
 from pagelet.runtime.backends.cpu import CpuBackend, cache_shape
 from pagelet.runtime.cache_layout import CacheLayout, GroupLayout
-from pagelet.runtime.text import Tokenizer
 
 Logits = NDArray[np.float32]
 

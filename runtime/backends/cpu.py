@@ -8,6 +8,7 @@ import numpy as np
 
 from pagelet.models.errors import BackendError, BundleError
 from pagelet.models.manifest import Manifest
+from pagelet.plugins.session import open_session
 from pagelet.runtime.backends.base import ByteArray, Float32Array, Int32Array, StepBatch
 from pagelet.runtime.backends.cpu_cache import CpuCache, cache_names, cache_shape
 from pagelet.runtime.cache_layout import CacheLayout
@@ -16,7 +17,7 @@ from pagelet.runtime.cores import CORES
 __all__ = ["CpuBackend", "cache_shape"]
 
 if TYPE_CHECKING:
-    from onnxruntime import IOBinding, SessionOptions
+    from onnxruntime import IOBinding
 
 _NO_TREES: Int32Array = np.empty((0, 0), np.int32)
 
@@ -48,8 +49,7 @@ class CpuBackend:
             import onnxruntime
 
             self._ortvalue_from_numpy = onnxruntime.OrtValue.ortvalue_from_numpy
-            options = _session_options(threads)
-            session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+            session = open_session(graph, threads=threads)
         except Exception as error:
             raise BackendError(f"ONNX Runtime cannot load {graph}: {error}") from error
         inputs = {i.name for i in session.get_inputs()}
@@ -121,24 +121,6 @@ class CpuBackend:
     def close(self) -> None:
         self._session = self._binding = None
         self._cache.free()
-
-
-def _session_options(threads: int) -> "SessionOptions":
-    import onnxruntime
-
-    from pagelet.plugins.native import register_ops
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    # Shapes differ from step to step, so a planned memory pattern would never be used twice.
-    options.enable_mem_pattern = False
-    options.use_deterministic_compute = True
-    options.log_severity_level = 3
-    # Threads spin within a step, where work follows at once, and sleep between steps.
-    options.add_session_config_entry("session.force_spinning_stop", "1")
-    register_ops(options)
-    return options
 
 
 def _check_signature(inputs: set[str], outputs: set[str], manifest: Manifest) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from pagelet.models.errors import BundleError, InputError
 from pagelet.models.manifest import Manifest
-from pagelet.runtime.text.tokenizer import TOKENIZER_NAME
+from pagelet.models.text.tokenizer import TOKENIZER_NAME
 
 
 def check_pair(

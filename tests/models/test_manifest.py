@@ -61,6 +61,13 @@ def test_round_trip(bundle: Path) -> None:
     check_files(bundle, manifest, weights=True)
 
 
+def test_a_manifest_of_version_2_has_no_certificate(bundle: Path) -> None:
+    edit(bundle, lambda data: (data.update(version=2), data.pop("certificate")))
+    manifest = load_manifest(bundle)
+    assert manifest == replace(manifest_of(bundle), version=2)
+    assert manifest.to_json()["version"] == 2
+
+
 def test_the_fingerprint_follows_graph_and_weights_only(bundle: Path) -> None:
     before = load_manifest(bundle).fingerprint
     edit(bundle, lambda data: data["files"]["tokenizer.json"].update(sha256="0" * 64))
@@ -110,8 +117,13 @@ def test_a_link_out_of_the_folder(bundle: Path, tmp_path_factory: pytest.TempPat
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda data: data.update(version=3), "version 3; this pagelet reads version 2: update"),
-        (lambda data: data.update(version=1), "version 1; this pagelet reads version 2: export it again"),
+        (lambda data: data.update(version=4), "version 4; this pagelet reads versions 2 to 3: update"),
+        (
+            lambda data: data.update(version=1),
+            "version 1; this pagelet reads versions 2 to 3: export it again",
+        ),
+        (lambda data: data.update(version=2), "unknown key 'certificate'"),
+        (lambda data: data.update(certificate="x.json"), "certificate 'x.json' is not among its files"),
         (lambda data: data.update(version=0), "export it again"),
         (lambda data: data.update(version="1"), "'version' is '1'"),
         (lambda data: data.update(format="zip"), "not a pagelet manifest"),

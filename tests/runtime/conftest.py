@@ -10,8 +10,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from pagelet.models.manifest import TextSettings
+from pagelet.models.text import Tokenizer
 from pagelet.runtime import Engine, EngineConfig, SamplingParams
-from pagelet.runtime.text import Tokenizer
 
 # The test modules of this folder share fake_backend.py.
 sys.path.insert(0, str(Path(__file__).parent))

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from pagelet.models.errors import InputError, PromptTooLongError
 from pagelet.models.manifest import TextSettings
+from pagelet.models.text import ChatTemplate, Tokenizer
 from pagelet.runtime import Engine, EngineConfig, SamplingParams
 from pagelet.runtime.prompts import LengthLimits
-from pagelet.runtime.text import ChatTemplate, Tokenizer
 from pagelet.runtime.truncation import encode_truncated
 
 Messages = list[dict[str, Any]]

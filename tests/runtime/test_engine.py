@@ -9,8 +9,8 @@ import pytest
 from fake_backend import FakeBackend, generate_together, greedy, logits_of
 
 from pagelet.models.errors import CapacityError, EngineClosedError, InputError, PromptTooLongError
+from pagelet.models.text import Tokenizer
 from pagelet.runtime import Engine, EngineConfig, SamplingParams
-from pagelet.runtime.text import Tokenizer
 
 MakeEngine = Callable[..., tuple[Engine, FakeBackend]]
 VOCAB = 258

@@ -19,9 +19,9 @@ import pytest
 from fake_backend import FakeBackend, failing_once, greedy
 
 from pagelet.models.errors import BackendError, CapacityError, EngineClosedError, InputError, QueueFullError
+from pagelet.models.text import Tokenizer
 from pagelet.runtime import ChunkStream, Engine, Request, SamplingParams
 from pagelet.runtime.block_table import BlockTable
-from pagelet.runtime.text import Tokenizer
 
 MakeEngine = Callable[..., tuple[Engine, FakeBackend]]
 VOCAB = 258

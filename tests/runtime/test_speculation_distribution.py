@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from pagelet.models.text import TextStream, Tokenizer
 from pagelet.runtime.backends.base import Float32Array
 from pagelet.runtime.request import Request
 from pagelet.runtime.request_options import RequestOptions
@@ -21,7 +22,6 @@ from pagelet.runtime.sampling import Sampler, SamplingParams
 from pagelet.runtime.sequence_cache import SequenceCache
 from pagelet.runtime.speculation.proposal import Candidate
 from pagelet.runtime.tasks import Generation
-from pagelet.runtime.text import TextStream, Tokenizer
 
 VOCAB = 16
 # Continuations of two tokens, drawn one after the other: each begins as if nothing stood before it.

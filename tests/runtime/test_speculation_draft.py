@@ -15,12 +15,12 @@ from test_engine_threads import Gate, eventually
 from pagelet.exporter import ExportOptions, export
 from pagelet.models.errors import BackendError, BundleError, CapacityError, InputError
 from pagelet.models.manifest import load_manifest
+from pagelet.models.text import Tokenizer
 from pagelet.runtime import Engine, EngineConfig, SamplingParams
 from pagelet.runtime.block_manager import BlockManager
 from pagelet.runtime.speculation.draft import DraftProposer, _Writer
 from pagelet.runtime.speculation.pairing import check_pair
 from pagelet.runtime.tasks import Generation
-from pagelet.runtime.text import Tokenizer
 
 VOCAB = 258
 MakeDrafting = Callable[..., tuple[Engine, DraftProposer]]

@@ -15,10 +15,10 @@ from scripted import Guess, ScriptedProposer, greedy_guess, half_right, recorded
 from test_engine_threads import Gate, eventually
 
 from pagelet.models.errors import BackendError
+from pagelet.models.text import Tokenizer
 from pagelet.runtime import Engine, EngineConfig, Request, SamplingParams
 from pagelet.runtime.speculation.proposal import Candidate, Proposal
 from pagelet.runtime.tasks import Generation
-from pagelet.runtime.text import Tokenizer
 
 MakeEngine = Callable[..., tuple[Engine, FakeBackend]]
 MakeSpeculating = Callable[..., tuple[Engine, ScriptedProposer]]

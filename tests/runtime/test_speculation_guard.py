@@ -9,11 +9,11 @@ from fake_backend import FakeBackend, greedy
 from scripted import ScriptedProposer, greedy_guess
 
 from pagelet.models.errors import InputError
+from pagelet.models.text import Tokenizer
 from pagelet.runtime import Engine, SamplingParams
 from pagelet.runtime.speculation.proposal import Candidate, Proposal
 from pagelet.runtime.speculation.proposer import Proposer
 from pagelet.runtime.tasks import Generation
-from pagelet.runtime.text import Tokenizer
 
 VOCAB = 258
 MakeSpeculating = Callable[..., tuple[Engine, ScriptedProposer]]

@@ -1,38 +1,104 @@
-"""`pagelet inspect` and `pagelet verify`: what is in a bundle, and whether it is whole."""
+"""`pagelet inspect` and `pagelet verify`: what is in a bundle, and whether it still computes the same."""
 
 import argparse
 import json
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pagelet.models.certificate import Certificate, load_certificate
+from pagelet.models.errors import BundleError
 from pagelet.models.manifest import Manifest, Quantization, check_files, load_manifest
+from pagelet.runtime.verification import Verification, replay
 from pagelet.tools.cli import common
+
+_WORST = 3  # layers that `inspect` names
 
 
 def add_parsers(commands: Any) -> None:
     for name, run, text in (
         ("inspect", run_inspect, "what is inside a bundle"),
-        ("verify", run_verify, "check every file of a bundle, the weights too"),
+        ("verify", run_verify, "check every file of a bundle, and that it computes here what it should"),
     ):
         parser = commands.add_parser(name, help=text, description=text)
         parser.add_argument("bundle", type=Path, metavar="BUNDLE")
         parser.add_argument("--json", action="store_true", help="print one JSON document")
         parser.set_defaults(run=run)
+    parser.add_argument("--threads", type=int, metavar="N", help="default: the physical cores")
 
 
 def run_inspect(args: argparse.Namespace) -> None:
     manifest = load_manifest(args.bundle)
-    print(json.dumps(manifest.to_json(), indent=1) if args.json else common.table(_summary(manifest)))
+    certificate = load_certificate(args.bundle, manifest)
+    if args.json:
+        print(json.dumps({**manifest.to_json(), "quality": certificate and _quality(certificate)}, indent=1))
+    else:
+        print(common.table([*_summary(manifest), *_certificate(manifest, certificate), *_files(manifest)]))
+
+
+def _quality(certificate: Certificate) -> dict[str, Any]:
+    worst = [asdict(layer) for layer in certificate.worst_layers(_WORST)]
+    limits = {"max_kl": certificate.max_kl, "forced": certificate.forced}
+    return {**asdict(certificate.quality), "worst_layers": worst, **limits, "note": certificate.note}
+
+
+def _certificate(manifest: Manifest, certificate: Certificate | None) -> list[tuple[str, str]]:
+    if certificate is None:
+        why = (
+            "made by a pagelet that had none" if manifest.version < 3 else "the export was told to make none"
+        )
+        return [("certificate", f"none: {why}; export again to have one")]
+    quality = certificate.quality
+    forced = ", above the limit, kept by --force" if certificate.forced else ""
+    limit = "" if certificate.max_kl is None else f", limit {certificate.max_kl:g}{forced}"
+    worst = (f"{layer.layer} ({layer.error:.2%})" for layer in certificate.worst_layers(_WORST))
+    return [
+        ("compared on", certificate.note),
+        ("perplexity", f"{quality.reference_perplexity:.3f} → {quality.perplexity:.3f}"),
+        ("KL divergence", f"mean {quality.mean_kl:.5f} nats, 99% below {quality.p99_kl:.5f}{limit}"),
+        ("top-1 agreement", f"{quality.top1_agreement:.2%}"),
+        ("worst layers", ", ".join(worst)),
+    ]
+
+
+def _files(manifest: Manifest) -> list[tuple[str, str]]:
+    return [(name, common.size(entry.bytes)) for name, entry in manifest.files.items()]
 
 
 def run_verify(args: argparse.Namespace) -> None:
     manifest = load_manifest(args.bundle)
     check_files(args.bundle, manifest, weights=True)
+    found = replay(args.bundle, manifest, args.threads)
     if args.json:
-        print(json.dumps({"ok": True, "files": len(manifest.files), "fingerprint": manifest.fingerprint}))
+        head = {
+            "ok": found.status != "broken",
+            "files": len(manifest.files),
+            "fingerprint": manifest.fingerprint,
+        }
+        print(json.dumps({**head, **found.to_json()}))
     else:
-        print(f"{args.bundle}: {len(manifest.files)} files, every size and SHA-256 as the manifest says")
+        print(common.table(_verification(manifest, found)))
+    if found.status == "broken":
+        raise BundleError(f"{args.bundle} {found.explanation}")
+
+
+def _verification(manifest: Manifest, found: Verification) -> list[tuple[str, str]]:
+    rows = [
+        ("files", f"{len(manifest.files)}, every size and SHA-256 as the manifest says"),
+        ("status", f"{found.status}: the bundle {found.explanation}"),
+    ]
+    if found.status == "unproven":
+        return rows
+    return [
+        *rows,
+        ("arithmetic", f"{found.arithmetic} here, {found.certified_arithmetic} at the export"),
+        (
+            "agreement",
+            f"{found.agreement:.1%} with the original's tokens, {found.certified_agreement:.1%} then",
+        ),
+        ("time", f"{found.seconds:.1f} s"),
+    ]
 
 
 def _weights(quantization: Quantization) -> str:
@@ -62,5 +128,4 @@ def _summary(manifest: Manifest) -> list[tuple[str, str]]:
         ("target", manifest.target),
         ("source", str(manifest.source.get("name", "unknown"))),
         ("made by", manifest.created_by),
-        *((name, common.size(entry.bytes)) for name, entry in manifest.files.items()),
     ]

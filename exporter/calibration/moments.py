@@ -1,0 +1,53 @@
+"""Second moments of what a layer's linear layers read: their Hessians, up to a factor."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagelet.exporter.calibration.attention_mass import attention_mass
+from pagelet.exporter.layerwise import Float32, Taps
+from pagelet.models.spec import ModelSpec
+
+Float64 = NDArray[np.float64]
+
+
+class LayerMoments:
+    """Mean of x xᵀ over all tokens, float64 [in, in], of attention.qkv, attention.o, mlp.gate_up, mlp.down.
+
+    The squared error of a linear layer's outputs, averaged over tokens, is Δw H Δwᵀ of each row
+    of its weight. For q, k and v a token counts one, and once more as it is attended to.
+    """
+
+    def __init__(self, spec: ModelSpec, layer: int, norms: Mapping[str, Float32]) -> None:
+        """`norms`: weights float32 [hidden] of "attention.norm" and "mlp.norm"."""
+        self._spec = spec
+        self._layer = layer
+        self._norms = norms
+        self._sums: dict[str, Float64] = {}
+        self._count = 0
+
+    def add(self, taps: Taps, lengths: Sequence[int]) -> None:
+        """One run's taps over texts of `lengths` (`Layerwise.layer`)."""
+        self._count += len(taps["residual_in"])
+        weights = 1 + attention_mass(self._spec, self._layer, taps["qkv"], lengths)
+        epsilon = self._spec.norm_epsilon
+        normed = rms_norm(taps["residual_in"], self._norms["attention.norm"], epsilon)
+        self._add("attention.qkv", normed * np.sqrt(weights / 2).astype(np.float32)[:, None])
+        self._add("attention.o", taps["attended"])
+        self._add("mlp.gate_up", rms_norm(taps["middle"], self._norms["mlp.norm"], epsilon))
+        self._add("mlp.down", taps["gated"])
+
+    def hessian(self, module: str) -> Float64:
+        return self._sums[module] / self._count
+
+    def _add(self, module: str, x: Float32) -> None:
+        products = (x.T @ x).astype(np.float64)
+        self._sums[module] = self._sums[module] + products if module in self._sums else products
+
+
+def rms_norm(x: Float32, weight: Float32, epsilon: float) -> Float32:
+    """x [T, K] / sqrt(mean(x²) + epsilon) · weight [K]; Zhang and Sennrich, 2019."""
+    scale = 1 / np.sqrt(np.mean(np.square(x), axis=1, keepdims=True) + np.float32(epsilon))
+    normed: Float32 = x * scale * weight
+    return normed

@@ -1,0 +1,168 @@
+"""Running a model one layer at a time: the graph's own nodes, and no more than one layer's weights in memory.
+
+Calibration, sensitivity and the certificate all run so. What is carried from layer to layer is the residual
+stream of all texts, float32 [tokens, hidden].
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from pagelet.exporter.graph import CacheFormat, build_embedding_graph, build_head_graph, build_layer_graph
+from pagelet.exporter.weights import StoredWeights
+from pagelet.models.spec import ModelSpec
+from pagelet.plugins.session import open_session
+
+if TYPE_CHECKING:
+    from onnxruntime import InferenceSession
+
+Float32 = NDArray[np.float32]
+Taps = Mapping[str, Float32]
+OnTaps = Callable[[Taps, Sequence[int]], None]
+TAPS = ("qkv", "attended", "middle", "gated")
+
+# Rows of one run: enough to keep the kernels busy; the widest activation of them is what memory holds.
+BATCH_TOKENS = 2048
+# Rows of logits at once: a vocabulary of 262,144 takes 128 MB.
+LOGITS_ROWS = 128
+_CACHE_DTYPES = {"f32": (np.float32, 1), "f16": (np.float16, 10), "int8": (np.int8, 3), "fp8": (np.uint8, 17)}
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Token ids of several texts, each of which is read from an empty context.
+
+    Attributes:
+        token_ids: int64 [tokens], one text after another.
+        lengths: of each text, in tokens.
+    """
+
+    token_ids: NDArray[np.int64]
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, texts: Sequence[Sequence[int]]) -> "Texts":
+        return cls(np.concatenate([np.asarray(text, np.int64) for text in texts]), tuple(map(len, texts)))
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @cached_property
+    def positions(self) -> NDArray[np.int64]:
+        """Of each token in its text."""
+        return np.concatenate([np.arange(length, dtype=np.int64) for length in self.lengths])
+
+    def batches(self) -> Iterator[tuple[slice, tuple[int, ...]]]:
+        """(rows, lengths of the texts there) of each run: whole texts, about BATCH_TOKENS rows."""
+        start = 0
+        lengths: list[int] = []
+        for length in self.lengths:
+            if lengths and sum(lengths) + length > BATCH_TOKENS:
+                yield slice(start, start + sum(lengths)), tuple(lengths)
+                start, lengths = start + sum(lengths), []
+            lengths.append(length)
+        yield slice(start, start + sum(lengths)), tuple(lengths)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Weights to run from, as the weights file of `folder` holds them."""
+
+    spec: ModelSpec
+    weights: StoredWeights
+    folder: Path
+
+
+class Layerwise:
+    """Runs parts of a model over texts. Sessions are opened for one part and closed behind it."""
+
+    def __init__(self, texts: Texts, cache: CacheFormat, *, threads: int = 0) -> None:
+        self.texts = texts
+        self._cache = cache
+        self._threads = threads
+
+    def embed(self, part: Part) -> Float32:
+        """The residual stream before the first layer."""
+        session = self._open(build_embedding_graph(part.spec, part.weights, part.folder), part)
+        out: Float32 = np.empty((len(self.texts), part.spec.hidden_size), np.float32)
+        for rows, _ in self.texts.batches():
+            out[rows] = session.run(["residual"], {"input_ids": self.texts.token_ids[rows]})[0]
+        return out
+
+    def layer(self, part: Part, layer: int, residual: Float32, on_taps: OnTaps | None = None) -> Float32:
+        """The residual stream behind a layer, given the one before it.
+
+        `on_taps` is told of each run's `residual_in` and TAPS (`build_layer_graph`), and its texts' lengths.
+        """
+        session = self._open(
+            build_layer_graph(part.spec, part.weights, layer, self._cache, part.folder), part
+        )
+        out = np.empty_like(residual)
+        for rows, lengths in self.texts.batches():
+            feeds = self._step(part.spec, layer, lengths, self.texts.positions[rows])
+            feeds["residual_in"] = residual[rows]
+            names = ["residual", *(TAPS if on_taps else ())]
+            values = dict(zip(names, self._run(session, feeds, names), strict=True))
+            out[rows] = values.pop("residual")
+            if on_taps:
+                on_taps({"residual_in": residual[rows], **values}, lengths)
+        return out
+
+    def logits(self, part: Part, residual: Float32) -> Iterator[tuple[slice, Float32]]:
+        """(rows, logits [rows, vocab]) for all rows of a residual stream behind the last layer."""
+        session = self._open(build_head_graph(part.spec, part.weights, part.folder), part)
+        for start in range(0, len(residual), LOGITS_ROWS):
+            rows = slice(start, min(start + LOGITS_ROWS, len(residual)))
+            yield rows, session.run(["logits"], {"residual_in": residual[rows]})[0]
+
+    def _open(self, model: ir.Model, part: Part) -> "InferenceSession":
+        graph = ir.to_proto(model).SerializeToString()
+        return open_session(graph, threads=self._threads, folder=part.folder)
+
+    def _step(
+        self, spec: ModelSpec, layer: int, lengths: Sequence[int], positions: NDArray[np.int64]
+    ) -> dict[str, Any]:
+        """The inputs of a ragged step in which each sequence begins with an empty context."""
+        size = self._cache.block_size
+        blocks = [-(-length // size) for length in lengths]
+        table = np.full((len(lengths), max(blocks)), -1, np.int32)
+        for row, (first, count) in enumerate(zip(np.cumsum([0, *blocks]), blocks, strict=False)):
+            table[row, :count] = np.arange(first, first + count)
+        dtype, element = _CACHE_DTYPES[self._cache.type]
+        shape = (sum(blocks), size, spec.num_kv_heads)
+        caches: dict[str, tuple[NDArray[Any], int]] = {}
+        for kind in ("key", "value"):
+            caches[f"{kind}_cache.{layer}"] = np.zeros((*shape, spec.head_dim), dtype), element
+            if self._cache.type in ("int8", "fp8"):
+                caches[f"{kind}_scale_cache.{layer}"] = np.zeros(shape, np.float32), 1
+        return {
+            "position_ids": positions,
+            "cumulative_sequence_length": np.cumsum([0, *lengths], dtype=np.int32),
+            "past_seqlens": np.zeros(len(lengths), np.int32),
+            "ancestor_mask": np.empty((0, 0), np.int32),
+            **{f"block_table_{group}": table for group in range(len(spec.window_groups))},
+            **caches,
+        }
+
+    def _run(self, session: "InferenceSession", feeds: Mapping[str, Any], names: Sequence[str]) -> list[Any]:
+        """Run with the caches bound as input and output of the same memory."""
+        from onnxruntime import OrtValue
+
+        binding = session.io_binding()
+        for name, value in feeds.items():
+            if not isinstance(value, tuple):
+                binding.bind_cpu_input(name, np.ascontiguousarray(value))
+                continue
+            cache = OrtValue.ortvalue_from_numpy_with_onnx_type(*value)
+            binding.bind_ortvalue_input(name, cache)
+            binding.bind_ortvalue_output(name.replace(".", "_out.", 1), cache)
+        for name in names:
+            binding.bind_output(name)
+        session.run_with_iobinding(binding)
+        return [value.numpy() for value in binding.get_outputs()[-len(names) :]]

@@ -1,0 +1,180 @@
+"""`auto`: a bit budget, spent matrix by matrix where a few texts say that it helps most."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from pagelet.exporter.calibration.moments import Float64, LayerMoments, rms_norm
+from pagelet.exporter.checkpoint import Checkpoint
+from pagelet.exporter.formats import Formats
+from pagelet.exporter.graph import CacheFormat
+from pagelet.exporter.layerwise import Float32, Part
+from pagelet.exporter.options import ExportOptions
+from pagelet.exporter.original import Original
+from pagelet.exporter.quantize.allocation import Choice, allocate
+from pagelet.exporter.quantize.output_error import output_error
+from pagelet.exporter.quantize.rounding import round_to_nearest
+from pagelet.exporter.resume import load_formats, save_formats
+from pagelet.exporter.sensitivity import Sensitivity, Variant
+from pagelet.exporter.stacked_rows import Treatment, nearest, read_finite, sample_rows
+from pagelet.exporter.weights import layer_units, linear_units, stacked
+from pagelet.models.spec import ModelSpec
+from pagelet.plugins.packing import GROUP_SIZES, LinearFormat, dequantize
+
+DEFAULT_BITS = 4.5
+OnStep = Callable[[int, int, str], None]
+# Tokens that the costs are measured on, in so many texts: all matrices are measured on the same ones.
+NUM_TEXTS, TEXT_TOKENS = 2, 128
+# Rows that a format's error is measured on: its share of the matrix is scaled up.
+_SAMPLE_ROWS = 512
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A matrix: what rounding it in the basic format cost, and the error of every format (Δw H Δwᵀ)."""
+
+    divergence: float
+    errors: dict[LinearFormat, float]
+    basic: LinearFormat
+
+    def choices(self, rows: int, width: int) -> list[Choice]:
+        """A divergence grows with the square of the outputs' error, so it scales as the errors do."""
+        unit = self.divergence / self.errors[self.basic] if self.errors[self.basic] else 0.0
+        return [Choice(f, f.packed_bytes(width, rows), unit * error) for f, error in self.errors.items()]
+
+
+def spend_budget(
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    texts: list[list[int]],
+    cache: CacheFormat,
+    options: ExportOptions,
+    folder: Path,
+    key: str,
+    on_step: OnStep,
+) -> Formats:
+    """Formats of all matrices within the bits per weight of all together, scales included.
+
+    What is found stays in `folder` for an export with the same `key` that goes on after a cut.
+
+    Raises:
+        InputError: a budget below the smallest formats.
+        CheckpointError: a matrix that no group size divides.
+    """
+    if (kept := load_formats(folder, key)) is not None:
+        return kept
+    measured = _Measuring(checkpoint, spec, texts, cache, options.symmetric, on_step).run()
+    sizes = {
+        module: stacked(checkpoint, module, roles, measured[module].basic)
+        for module, roles in linear_units(spec)
+    }
+    choices = {m: measured[m].choices(rows.count, rows.width) for m, rows in sizes.items()}
+    weights = sum(rows.count * rows.width for rows in sizes.values())
+    bits = options.bits_per_weight or DEFAULT_BITS
+    chosen = allocate(choices, int(weights * bits / 8))
+    basic = LinearFormat(4, 32, asymmetric=not options.symmetric)
+    formats = Formats(basic, basic, {module: choice.format for module, choice in chosen.items()})
+    save_formats(folder, key, formats)
+    return formats
+
+
+def candidates(width: int, symmetric: bool) -> Iterator[LinearFormat]:
+    """Formats that a matrix of so many inputs may get."""
+    for group in GROUP_SIZES:
+        if width % group == 0:
+            yield LinearFormat(4, group, asymmetric=False)
+            if not symmetric:
+                yield LinearFormat(4, group, asymmetric=True)
+            yield LinearFormat(8, group, asymmetric=False)
+
+
+class _Measuring:
+    """One walk through the model."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        spec: ModelSpec,
+        texts: list[list[int]],
+        cache: CacheFormat,
+        symmetric: bool,
+        on_step: OnStep,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._spec = spec
+        self._symmetric = symmetric
+        self._on_step = on_step
+        self._basic = LinearFormat(4, 32, asymmetric=False)  # measured in both cases: never exact by chance
+        self._texts = [text[:TEXT_TOKENS] for text in texts[:NUM_TEXTS]]
+        self._run = Sensitivity(self._texts, cache)
+        self._errors: dict[str, dict[LinearFormat, float]] = {}
+
+    def run(self) -> dict[str, Measured]:
+        spec, total = self._spec, self._spec.num_layers + 2
+        longest = max(map(len, self._texts))
+        with (
+            Original(self._checkpoint, spec, longest) as original,
+            Original(self._checkpoint, spec, longest) as changed,
+        ):
+            self._on_step(0, total, "measure embedding")
+            table = {"embedding": (self._basic, nearest(self._basic))}
+            variant = Variant("embedding", changed.embedding(table))
+            self._run.embed(original.embedding(), [variant])
+            for layer in range(spec.num_layers):
+                self._on_step(layer + 1, total, f"measure layers.{layer}")
+                self._layer(original.layer(layer), changed, layer)
+            self._on_step(total - 1, total, "measure head")
+            normed = rms_norm(
+                self._run.output, read_finite(self._checkpoint, "final_norm.weight"), spec.norm_epsilon
+            )
+            hessian = (normed.T @ normed).astype(np.float64) / len(normed)
+            head = "embedding" if spec.tie_embeddings else "head"
+            if head == "head":  # tokens are looked up alike often, for all that is known
+                self._errors["embedding"] = self._format_errors("embedding", ("embedding",), None)
+            self._errors[head] = self._format_errors(head, (head,), hessian)
+            treatment = self._nearest(np.diag(hessian).astype(np.float32))
+            heads = {head: changed.head({head: (self._basic, treatment)})}
+            divergences = self._run.divergences(original.head(), heads)
+        return {m: Measured(divergences[m], errors, self._basic) for m, errors in self._errors.items()}
+
+    def _layer(self, original: Part, changed: Original, layer: int) -> None:
+        """Errors of the layer's matrices in all formats; their variants branch off."""
+        norms = {
+            name: read_finite(self._checkpoint, f"layers.{layer}.{name}.weight")
+            for name in ("attention.norm", "mlp.norm")
+        }
+        moments = LayerMoments(self._spec, layer, norms)
+        self._run.moments(original, layer, moments)
+        branches = []
+        for module, roles in layer_units(layer):
+            hessian = moments.hessian(module.removeprefix(f"layers.{layer}."))
+            importance = np.diag(hessian).astype(np.float32)
+            self._errors[module] = self._format_errors(module, roles, hessian)
+            part = changed.layer(layer, {module: (self._basic, self._nearest(importance))})
+            branches += self._run.branch(layer, [Variant(module, part)])
+        self._run.advance(original, layer, branches)
+
+    def _format_errors(
+        self, module: str, roles: tuple[str, ...], hessian: Float64 | None
+    ) -> dict[LinearFormat, float]:
+        basic = stacked(self._checkpoint, module, roles, self._basic)
+        sample = np.concatenate([basic.floats(*rows) for rows in sample_rows(basic.count, _SAMPLE_ROWS)])
+        share = basic.count / len(sample)
+        importance = None if hessian is None else np.diag(hessian).astype(np.float32)
+        errors = {}
+        for format in dict.fromkeys([self._basic, *candidates(basic.width, self._symmetric)]):
+            exact = stacked(self._checkpoint, module, roles, format).exact
+            errors[format] = 0.0 if exact else share * _error(sample, format, importance, hessian)
+        return errors
+
+    def _nearest(self, importance: Float32) -> Treatment:
+        return Treatment(round=lambda rows: round_to_nearest(rows, self._basic, importance))
+
+
+def _error(rows: Float32, format: LinearFormat, importance: Float32 | None, hessian: Float64 | None) -> float:
+    restored = dequantize(*round_to_nearest(rows, format, importance), format)
+    if hessian is None:
+        return float(np.square(rows - restored, dtype=np.float64).sum())
+    return float(output_error(rows, restored, hessian).sum())

@@ -1,0 +1,265 @@
+"""The quantizers as an export sees them: before a layer is written, how; after it, what follows from it.
+
+    rtn     each group alone, with a searched clip: no text is run
+    awq     columns scaled by what activations say, folded into what computes them (Lin et al. 2023)
+    gptq    columns rounded one after another, each error spread over those to come (Frantar et al. 2022)
+
+The last two run the calibration texts through each layer twice: as it was, for its inputs; and as it was
+written, so that the next layer is quantized for the inputs that it will really get.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from pagelet.exporter.calibration.moments import Float64, LayerMoments, rms_norm
+from pagelet.exporter.checkpoint import Checkpoint
+from pagelet.exporter.formats import Formats
+from pagelet.exporter.graph import CacheFormat
+from pagelet.exporter.layerwise import Float32, Layerwise, Part, Texts
+from pagelet.exporter.options import ExportOptions
+from pagelet.exporter.original import Original
+from pagelet.exporter.quantize.awq import search_input_scales
+from pagelet.exporter.quantize.gptq import Gptq
+from pagelet.exporter.quantize.rounding import round_to_nearest
+from pagelet.exporter.stacked_rows import PLAIN, Round, Treatment, nearest, read_finite, sample_rows
+from pagelet.exporter.weights import layer_units, stacked
+from pagelet.models.errors import CheckpointError
+from pagelet.models.spec import ModelSpec
+from pagelet.plugins.packing import LinearFormat
+
+# Rows that the search for scales looks at: they are alike enough.
+_SAMPLE_ROWS = 1024
+# The rows of a shared table are inputs too, and those are not to move far.
+_TABLE_DAMPING = 0.1
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """How a layer's matrices are written, by module, and what its norms' weights are divided by."""
+
+    treatments: Mapping[str, Treatment] = field(default_factory=dict)
+    norm_scales: Mapping[str, Float32] = field(default_factory=dict)
+
+    def of(self, module: str) -> Treatment:
+        return self.treatments.get(module, PLAIN)
+
+
+class Quantizer(Protocol):
+    """Called in this order: `table`, `start`, `plan` and `advance` for each layer, `table` again."""
+
+    residual: Float32 | None
+    """What an interrupted export must keep: the calibration texts' residual stream before the next layer."""
+
+    def table(self, module: str) -> Treatment:
+        """Of the embedding table, or of the head."""
+
+    def start(self, embedding: Part) -> None: ...
+
+    def plan(self, layer: int) -> LayerPlan: ...
+
+    def advance(self, layer: int, written: Part) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def open_quantizer(
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    formats: Formats,
+    texts: list[list[int]],
+    cache: CacheFormat,
+    options: ExportOptions,
+) -> Quantizer:
+    """The quantizer that `options` names, to be closed; `texts`: token ids to calibrate on."""
+    if not options.is_calibrated:
+        return RoundToNearest(formats)
+    return Calibrated(
+        checkpoint,
+        spec,
+        formats,
+        Layerwise(Texts.of(texts), cache),
+        error_feedback=options.quantizer != "awq",
+        scaling=options.quantizer == "awq",
+        desc_act=options.desc_act,
+    )
+
+
+class RoundToNearest:
+    """Every group alone."""
+
+    def __init__(self, formats: Formats) -> None:
+        self._formats = formats
+        self.residual: Float32 | None = None
+
+    def table(self, module: str) -> Treatment:
+        return nearest(self._formats.of(module))
+
+    def start(self, embedding: Part) -> None:
+        """Nothing is run."""
+
+    def plan(self, layer: int) -> LayerPlan:
+        return LayerPlan({module: nearest(self._formats.of(module)) for module, _ in layer_units(layer)})
+
+    def advance(self, layer: int, written: Part) -> None:
+        """Nothing is run."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class Calibrated:
+    """`awq` and `gptq`."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        spec: ModelSpec,
+        formats: Formats,
+        layerwise: Layerwise,
+        *,
+        error_feedback: bool,
+        scaling: bool,
+        desc_act: bool = False,
+    ) -> None:
+        """`error_feedback`: round as GPTQ does; `scaling`: fold AWQ's scales."""
+        self._checkpoint = checkpoint
+        self._spec = spec
+        self._formats = formats
+        self._layerwise = layerwise
+        self._error_feedback = error_feedback
+        self._scaling = scaling
+        self._desc_act = desc_act
+        self._original = Original(checkpoint, spec, max(layerwise.texts.lengths))
+        self.residual: Float32 | None = None
+        self.dead_inputs: dict[str, int] = {}
+
+    def table(self, module: str) -> Treatment:
+        """The head, or the table that it shares, for what it will read; an embedding alone to the nearest."""
+        format = self._formats.of(module)
+        is_head = module == "head" or self._spec.tie_embeddings
+        if not is_head or not isinstance(format, LinearFormat) or format.bits == 8:
+            return nearest(format)
+        residual = self._original_output() if module == "embedding" else self.residual
+        assert residual is not None
+        normed = rms_norm(
+            residual, read_finite(self._checkpoint, "final_norm.weight"), self._spec.norm_epsilon
+        )
+        hessian = (normed.T @ normed).astype(np.float64) / len(normed)
+        return Treatment(self._round(module, hessian, format, None, damping=_TABLE_DAMPING))
+
+    def _original_output(self) -> Float32:
+        """The calibration texts' residual stream behind the original's last layer."""
+        run, original = self._layerwise, self._original
+        residual = run.embed(original.embedding())
+        for layer in range(self._spec.num_layers):
+            residual = run.layer(original.layer(layer), layer, residual)
+        return residual
+
+    def start(self, embedding: Part) -> None:
+        self.residual = self._layerwise.embed(embedding)
+
+    def plan(self, layer: int) -> LayerPlan:
+        moments = self._moments(layer)
+        at = f"layers.{layer}."
+        hessians = {module: moments.hessian(module.removeprefix(at)) for module, _ in layer_units(layer)}
+        scales = self._search(layer, hessians) if self._scaling else _Scales()
+        treatments = {}
+        for module, _ in layer_units(layer):
+            treatment = scales.treatment(module)
+            format = self._formats.of(module)
+            if isinstance(format, LinearFormat):
+                round = self._round(module, hessians[module], format, treatment.input_scales)
+                treatment = Treatment(round, treatment.input_scales, treatment.output_scales)
+            treatments[module] = treatment
+        return LayerPlan(
+            treatments, {role: scales.outputs[role] for role in scales.outputs if "norm" in role}
+        )
+
+    def advance(self, layer: int, written: Part) -> None:
+        assert self.residual is not None
+        self.residual = self._layerwise.layer(written, layer, self.residual)
+
+    def close(self) -> None:
+        self._original.close()
+
+    def _moments(self, layer: int) -> LayerMoments:
+        assert self.residual is not None, "start comes first"
+        norms = {
+            name: read_finite(self._checkpoint, f"layers.{layer}.{name}.weight")
+            for name in ("attention.norm", "mlp.norm")
+        }
+        moments = LayerMoments(self._spec, layer, norms)
+        self._layerwise.layer(self._original.layer(layer), layer, self.residual, moments.add)
+        return moments
+
+    def _round(
+        self,
+        module: str,
+        hessian: Float64,
+        format: LinearFormat,
+        input_scales: Float32 | None,
+        damping: float = 0.01,
+    ) -> Round:
+        if input_scales is not None:
+            hessian = hessian / np.outer(input_scales, input_scales)
+        importance = np.diag(hessian).astype(np.float32)
+        if not self._error_feedback:
+            return lambda rows: round_to_nearest(rows, format, importance)
+        try:
+            return Gptq(hessian, format, damping=damping, desc_act=self._desc_act)
+        except ValueError as error:
+            raise CheckpointError(f"{module}: {error}") from error
+
+    def _search(self, layer: int, hessians: Mapping[str, Float64]) -> "_Scales":
+        """Of the inputs of each linear layer, those nearest the output first: they scale rows further up."""
+        at = f"layers.{layer}."
+        scales = _Scales()
+        sources = {
+            at + "mlp.down": at + "mlp.up",
+            at + "mlp.gate_up": at + "mlp.norm",
+            at + "attention.o": at + "attention.v",
+            at + "attention.qkv": at + "attention.norm",
+        }
+        units = dict(layer_units(layer))
+        for module, source in sources.items():
+            format = self._formats.of(module)
+            if not isinstance(format, LinearFormat) or format.bits == 8:
+                continue
+            rows = stacked(self._checkpoint, module, units[module], format, scales.treatment(module))
+            if rows.exact:  # scales would only make the checkpoint's own numbers inexact
+                continue
+            shared = self._shared_values() if module.endswith("attention.o") else None
+            sample = np.concatenate([rows.floats(*some) for some in sample_rows(rows.count, _SAMPLE_ROWS)])
+            found = search_input_scales(sample, hessians[module], format, shared=shared)
+            if np.all(found == 1):
+                continue
+            scales.inputs[module] = found
+            scales.outputs[source] = (
+                found if shared is None else found[np.unique(shared, return_index=True)[1]]
+            )
+        return scales
+
+    def _shared_values(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """Of each input of o, the channel of v that it is a mean of: query heads of a group share one."""
+        spec = self._spec
+        kv_heads = np.arange(spec.num_heads) // (spec.num_heads // spec.num_kv_heads)
+        return (kv_heads[:, None] * spec.head_dim + np.arange(spec.head_dim)).reshape(-1)
+
+
+@dataclass
+class _Scales:
+    """Of inputs by module, and by role of what computes them (rows, biases and norms are divided)."""
+
+    inputs: dict[str, Float32] = field(default_factory=dict)
+    outputs: dict[str, Float32] = field(default_factory=dict)
+
+    def treatment(self, module: str) -> Treatment:
+        return Treatment(None, self.inputs.get(module), self.outputs_of(module))
+
+    def outputs_of(self, module: str) -> dict[str, Float32]:
+        part = {"qkv": ("v",), "gate_up": ("up",)}.get(module.rpartition(".")[2], ())
+        roles = [f"{module.rpartition('.')[0]}.{name}" for name in part]
+        return {role: self.outputs[role] for role in roles if role in self.outputs}

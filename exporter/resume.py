@@ -1,0 +1,154 @@
+"""An export that was cut goes on at its layer: what a half-written folder must hold to be taken up again.
+
+Behind each layer, `resume.json` says what stands in the weights file, and `residual-N.npy` holds the
+calibration texts' residual stream. Both are replaced by renaming, so that a cut at any moment leaves a pair
+that belongs together; bytes of the weights file behind what is recorded are written again.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pagelet.exporter.checkpoint import Checkpoint
+from pagelet.exporter.formats import Formats
+from pagelet.exporter.layerwise import Float32
+from pagelet.exporter.options import ExportOptions
+from pagelet.exporter.stacked_rows import WeightFormat
+from pagelet.exporter.weights import Linear, StoredTensor, StoredWeights
+from pagelet.models.manifest import TensorEntry
+from pagelet.plugins.float_packing import FloatFormat
+from pagelet.plugins.packing import LinearFormat
+
+RESUME_NAME = "resume.json"
+FORMATS_NAME = "formats.json"
+
+
+@dataclass
+class Progress:
+    """How far an export came: layers that are written, and bytes of the weights file."""
+
+    layers: int
+    length: int
+    stored: StoredWeights
+    residual: Float32 | None
+
+
+def export_key(checkpoint: Checkpoint, options: ExportOptions) -> str:
+    """Equal for exports that write the same bytes: the same version, files, options and calibration."""
+    files = [checkpoint.path / name for name in checkpoint.describe()["files"]]
+    if checkpoint.path.is_file():
+        files = [checkpoint.path]
+    texts = [options.calibration] if options.calibration else []
+    stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in (*files, *texts)]
+    unlike = replace(options, force=False, certificate_seconds=None, max_kl=None)
+    return repr((version("pagelet"), stats, unlike))
+
+
+def save_progress(folder: Path, key: str, progress: Progress) -> None:
+    """Record it durably; an earlier record is replaced at once."""
+    old = list(folder.glob("residual-*.npy"))
+    if progress.residual is not None:
+        _replace(_residual(folder, progress.layers), progress.residual)
+    record = {
+        "key": key,
+        "layers": progress.layers,
+        "length": progress.length,
+        "linears": {name: asdict(linear) for name, linear in progress.stored.linears.items()},
+        "vectors": {name: asdict(vector) for name, vector in progress.stored.vectors.items()},
+        "entries": {name: asdict(entry) for name, entry in progress.stored.entries.items()},
+    }
+    part = folder / (RESUME_NAME + ".part")
+    part.write_text(json.dumps(record), encoding="utf-8")
+    part.replace(folder / RESUME_NAME)
+    for path in old:
+        path.unlink()
+
+
+def load_progress(folder: Path, key: str) -> Progress | None:
+    """What `save_progress` wrote into the folder with the same key; None: nothing, or of another export."""
+    try:
+        record = json.loads((folder / RESUME_NAME).read_text(encoding="utf-8"))
+        if record["key"] != key:
+            return None
+        stored = StoredWeights(
+            {name: _linear(value) for name, value in record["linears"].items()},
+            {name: _tensor(value) for name, value in record["vectors"].items()},
+            {
+                name: TensorEntry(**{**value, "shape": tuple(value["shape"])})
+                for name, value in record["entries"].items()
+            },
+        )
+        path = _residual(folder, record["layers"])
+        residual = np.load(path, allow_pickle=False) if path.is_file() else None
+        return Progress(record["layers"], record["length"], stored, residual)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def save_formats(folder: Path, key: str, formats: Formats) -> None:
+    """Record formats that took long to find."""
+    record = {
+        "key": key,
+        "layers": asdict(formats.layers),
+        "tables": asdict(formats.tables),
+        "modules": {module: asdict(format) for module, format in formats.modules.items()},
+    }
+    part = folder / (FORMATS_NAME + ".part")
+    part.write_text(json.dumps(record), encoding="utf-8")
+    part.replace(folder / FORMATS_NAME)
+
+
+def load_formats(folder: Path, key: str) -> Formats | None:
+    """What `save_formats` wrote into the folder with the same key, or None."""
+    try:
+        record = json.loads((folder / FORMATS_NAME).read_text(encoding="utf-8"))
+        if record["key"] != key:
+            return None
+        modules = {module: _format(value) for module, value in record["modules"].items()}
+        return Formats(_format(record["layers"]), _format(record["tables"]), modules)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def resumes(folder: Path, key: str) -> bool:
+    """Whether an export with this key can go on in the folder."""
+    return load_formats(folder, key) is not None or load_progress(folder, key) is not None
+
+
+def clear_progress(folder: Path) -> None:
+    """Leave nothing of it in a finished bundle."""
+    for path in (*folder.glob("residual-*.npy"), folder / RESUME_NAME, folder / FORMATS_NAME):
+        path.unlink(missing_ok=True)
+
+
+def _residual(folder: Path, layers: int) -> Path:
+    return folder / f"residual-{layers}.npy"
+
+
+def _replace(path: Path, array: Float32) -> None:
+    part = path.with_suffix(".part")
+    with part.open("wb") as stream:
+        np.save(stream, array)
+        stream.flush()
+        os.fsync(stream.fileno())
+    part.replace(path)
+
+
+def _tensor(value: Mapping[str, Any]) -> StoredTensor:
+    return StoredTensor(**{**value, "shape": tuple(value["shape"])})
+
+
+def _linear(value: Mapping[str, Any]) -> Linear:
+    bias = value["bias"] and _tensor(value["bias"])
+    weight = _tensor(value["weight"])
+    return Linear(**{**value, "format": _format(value["format"]), "weight": weight, "bias": bias})
+
+
+def _format(value: Mapping[str, Any]) -> WeightFormat:
+    return LinearFormat(**value) if "bits" in value else FloatFormat(**value)

@@ -1,0 +1,108 @@
+"""What each matrix's rounding costs the model: KL divergence of the output, everything else intact.
+
+All variants run at once: behind the layer that tells them apart they are further texts of one batch, so each
+layer is read once, and one layer's weights are in memory.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagelet.exporter.calibration.moments import LayerMoments
+from pagelet.exporter.graph import CacheFormat
+from pagelet.exporter.layerwise import Float32, Layerwise, Part, Texts
+
+OnStep = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A layer's weights of which something differs from the original's."""
+
+    name: str
+    part: Part
+
+
+@dataclass
+class Streams:
+    """Residual streams of the original and of all variants so far, float32 [streams, tokens, hidden]."""
+
+    names: list[str]
+    values: list[Float32]
+
+    def add(self, name: str, value: Float32) -> None:
+        self.names.append(name)
+        self.values.append(value)
+
+
+class Sensitivity:
+    """Runs a model's layers over a few texts, with variants that branch off."""
+
+    def __init__(self, texts: Sequence[Sequence[int]], cache: CacheFormat) -> None:
+        self._texts = [list(text) for text in texts]
+        self._cache = cache
+        self._layerwise = Layerwise(Texts.of(self._texts), cache)
+        self._streams = Streams([], [])
+
+    def embed(self, original: Part, variants: Iterable[Variant] = ()) -> None:
+        self._streams.add("", self._layerwise.embed(original))
+        for variant in variants:
+            self._streams.add(variant.name, self._layerwise.embed(variant.part))
+
+    @property
+    def output(self) -> Float32:
+        """The original's residual stream as far as it was run."""
+        return self._streams.values[0]
+
+    def moments(self, original: Part, layer: int, moments: LayerMoments) -> None:
+        """What the original's layer reads in these texts."""
+        self._layerwise.layer(original, layer, self._streams.values[0], moments.add)
+
+    def branch(self, layer: int, variants: Iterable[Variant]) -> list[tuple[str, Float32]]:
+        """The streams behind a layer of variants of it, to be handed to `advance`."""
+        before = self._streams.values[0]
+        return [(each.name, self._layerwise.layer(each.part, layer, before)) for each in variants]
+
+    def advance(self, original: Part, layer: int, branches: Iterable[tuple[str, Float32]] = ()) -> None:
+        """Run the original's layer on all streams; the branches join behind it."""
+        streams = self._streams
+        everything = Layerwise(Texts.of(self._texts * len(streams.values)), self._cache)
+        values = everything.layer(original, layer, np.concatenate(streams.values))
+        streams.values = list(values.reshape(len(streams.values), -1, values.shape[1]))
+        for name, value in branches:
+            streams.add(name, value)
+
+    def divergences(self, head: Part, heads: Mapping[str, Part]) -> dict[str, float]:
+        """Mean KL divergence in nats from the original to each variant.
+
+        `heads`: variants of the head, by the name of the stream that they read; of new names, the original's.
+        """
+        streams = dict(zip(self._streams.names, self._streams.values, strict=True))
+        original = streams.pop("")
+        runs = {name: (stream, heads.get(name, head)) for name, stream in streams.items()}
+        runs |= {name: (original, part) for name, part in heads.items() if name not in streams}
+        return {name: self._divergence(original, head, *run) for name, run in runs.items()}
+
+    def _divergence(self, original: Float32, head: Part, stream: Float32, stream_head: Part) -> float:
+        pairs = zip(
+            self._layerwise.logits(head, original), self._layerwise.logits(stream_head, stream), strict=True
+        )
+        total = sum(float(kl_divergence(theirs, ours).sum()) for (_, theirs), (_, ours) in pairs)
+        return total / len(original)
+
+
+def kl_divergence(reference: Float32, logits: Float32) -> NDArray[np.float64]:
+    """Of each row, in nats: float32 logits [rows, vocab] to float64 [rows]."""
+    p, q = log_softmax(reference), log_softmax(logits)
+    divergence: NDArray[np.float64] = (np.exp(p) * (p - q)).sum(axis=1, dtype=np.float64)
+    return divergence
+
+
+def log_softmax(logits: Float32) -> Float32:
+    """Row-wise log-probabilities; the sum runs in float64."""
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    total = np.exp(shifted).sum(axis=1, keepdims=True, dtype=np.float64)
+    result: Float32 = shifted - np.log(total).astype(np.float32)
+    return result
