@@ -33,7 +33,7 @@ class ExportOptions:
         bits_per_weight: "auto": of all matrices together, scales included; None: 4.5.
         calibration: a text in UTF-8 to look at; None: texts written for this project.
         calibration_tokens: at most so many of it.
-        desc_act: "gptq": columns with the largest activations first.
+        desc_act: "gptq", "auto": round the columns with the largest activations first.
         embedding: storage of the embedding table and the head beside int4 weights. They lose most by
             rounding, so they have 8 bits by default; beside fp8 weights they have 16.
         cache_type: storage of keys and values in the KV cache: "f32", "f16", "int8" or "fp8" (E4M3), the
@@ -58,7 +58,7 @@ class ExportOptions:
     bits_per_weight: float | None = None
     calibration: Path | None = None
     calibration_tokens: int = 16_384
-    desc_act: bool = False
+    desc_act: bool = True
     embedding: str = "int8"
     target: str = "cpu"
     cache_type: str = "f16"
@@ -102,10 +102,8 @@ class ExportOptions:
                 f"the quantizer {self.quantizer} belongs to {' and '.join(served)} weights, not to "
                 f"{self.weights}: leave it out."
             )
-        if not self.is_calibrated and (self.calibration is not None or self.desc_act):
+        if not self.is_calibrated and self.calibration is not None:
             raise InputError("a calibration belongs to the quantizers awq, gptq and auto: name one of them.")
-        if self.desc_act and self.quantizer == "awq":
-            raise InputError("desc_act is an order in which gptq rounds; awq has none.")
         if self.calibration_tokens < 1024:
             raise InputError(f"calibration tokens is {self.calibration_tokens}; expected at least 1,024.")
         if self.bits_per_weight is not None and self.quantizer != "auto":

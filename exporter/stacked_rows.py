@@ -1,7 +1,9 @@
 """The rows of several weights as if they were one matrix: read, rounded and packed a few tiles at a time."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -88,6 +90,7 @@ class StackedRows:
         self._starts = np.cumsum([0, *(rows for rows, _ in sizes)]).tolist()
         self.count: int = self._starts[-1]
         self._check_shape()
+        self._squared_error = self._squared = 0.0
         self.exact = not treatment.scales and self._is_exact()
 
     def pieces(self) -> Iterator[NDArray[np.uint8]]:
@@ -102,19 +105,30 @@ class StackedRows:
                 raise CheckpointError(f"{self._names()}: {error}") from error
 
     def _packed(self, start: int, stop: int) -> NDArray[np.uint8]:
-        if isinstance(self._format, FloatFormat):
-            own = self.exact and self._format.type == "fp8"
-            parts = (
-                self._own_fp8(start, stop, self._format.groups(self.width))
-                if own
-                else float_packing.quantize(self.floats(start, stop), self._format)
-            )
-            return float_packing.pack(*parts, self._format)
+        format = self._format
+        if isinstance(format, FloatFormat):
+            if self.exact and format.type == "fp8":
+                own = self._own_fp8(start, stop, format.groups(self.width))
+                return float_packing.pack(*own, format)
+            values = self.floats(start, stop)
+            floats = float_packing.quantize(values, format)
+            self._count_error(values, float_packing.dequantize(*floats, format))
+            return float_packing.pack(*floats, format)
         if self.exact:
-            return packing.pack(*self._own_codes(start, stop, self._format), self._format)
+            return packing.pack(*self._own_codes(start, stop, format), format)
         values = self.floats(start, stop)
-        codes = self._treatment.round or (lambda rows: packing.quantize_rtn(rows, self._format))
-        return packing.pack(*codes(values), self._format)
+        codes = (self._treatment.round or partial(packing.quantize_rtn, format=format))(values)
+        self._count_error(values, packing.dequantize(*codes, format))
+        return packing.pack(*codes, format)
+
+    @property
+    def error(self) -> float:
+        """Root mean square of what rounding changed, over that of the weight; of the pieces so far."""
+        return math.sqrt(self._squared_error / self._squared) if self._squared else 0.0
+
+    def _count_error(self, values: Float32, restored: Float32) -> None:
+        self._squared_error += float(np.square(values - restored).sum(dtype=np.float64))
+        self._squared += float(np.square(values).sum(dtype=np.float64))
 
     def _check_shape(self) -> None:
         if self._interleaved and self.count % (2 * TILE_COLUMNS):

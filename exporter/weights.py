@@ -164,6 +164,7 @@ class WeightsWriter:
             format.group_size,
             symmetric=isinstance(format, LinearFormat) and not format.asymmetric,
             exact=rows.exact,
+            error=rows.error,
         )
 
     def norm(self, role: str, scales: Mapping[str, Float32] | None = None) -> None:

@@ -20,7 +20,7 @@ _EXPONENTS = (np.arange(20) / 20) ** 2
 _BOUNDS = (1e-4, 1e4)
 # What a candidate is tried on: rows spread over the weight, so many at most and so many weights in all.
 _SAMPLE_ROWS = 1024
-_SAMPLE = 1 << 18
+_SAMPLE = 1 << 17
 
 
 def search_input_scales(
