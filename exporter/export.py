@@ -14,7 +14,7 @@ from pagelet.exporter.early_exit import exit_after
 from pagelet.exporter.formats import choose_formats, describe
 from pagelet.exporter.graph import CacheFormat, build_graph
 from pagelet.exporter.layerwise import Part
-from pagelet.exporter.model_weights import OnProgress, write_weights
+from pagelet.exporter.model_weights import OnNote, OnProgress, write_weights
 from pagelet.exporter.options import ExportOptions
 from pagelet.exporter.proof import prove
 from pagelet.exporter.quantize.auto import spend_budget
@@ -30,12 +30,17 @@ from pagelet.models.text import Tokenizer
 GRAPH_NAME = "model.onnx"
 
 
-def _silent(done: int, total: int, name: str) -> None:
-    """Progress for callers who want none."""
+def _silent(*_: object) -> None:
+    """Progress and notes for callers who want none."""
 
 
 def export(
-    source: Path, out: Path, options: ExportOptions | None = None, *, on_progress: OnProgress = _silent
+    source: Path,
+    out: Path,
+    options: ExportOptions | None = None,
+    *,
+    on_progress: OnProgress = _silent,
+    on_note: OnNote = _silent,
 ) -> Manifest:
     """Export a checkpoint (a Hugging Face folder or a GGUF file) into the bundle folder `out`.
 
@@ -64,7 +69,11 @@ def export(
             if options.quantizer == "auto":
                 formats = spend_budget(checkpoint, spec, texts, cache, options, folder, key, on_progress)
             with closing(open_quantizer(checkpoint, spec, formats, texts, cache, options)) as quantizer:
-                weights = write_weights(checkpoint, spec, formats, quantizer, folder, key, on_progress)
+                weights = write_weights(
+                    checkpoint, spec, formats, quantizer, folder, key, on_progress, on_note
+                )
+            for note in (*checkpoint.notes, *quantizer.notes):
+                on_note(note)
             ir.save(build_graph(spec, weights, cache, folder), folder / GRAPH_NAME)
             part = Part(spec, weights, folder)
             certificate = prove(checkpoint, part, cache, options, tokenizer, folder / GRAPH_NAME, on_progress)

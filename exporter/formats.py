@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pagelet.exporter.checkpoint import Checkpoint
-from pagelet.exporter.options import GROUP_SIZES, ExportOptions
+from pagelet.exporter.options import FP8_BLOCK, GROUP_SIZES, ExportOptions
 from pagelet.exporter.stacked_rows import WeightFormat
 from pagelet.exporter.weights import type_name
 from pagelet.models.manifest import Quantization
@@ -30,7 +30,9 @@ class Formats:
 def choose_formats(options: ExportOptions, checkpoint: Checkpoint) -> Formats:
     """The formats that `options` name, the same for all layers."""
     group_size = options.inputs_per_scale
-    if options.weights == "fp8" and options.group_size is None:
+    if options.block_scales:
+        group_size = FP8_BLOCK
+    elif options.weights == "fp8" and options.group_size is None:
         group_size = _own_fp8_groups(checkpoint)
     if options.weights == "int4":
         layers = LinearFormat(4, group_size, asymmetric=not options.symmetric)

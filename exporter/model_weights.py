@@ -13,6 +13,8 @@ from pagelet.models.spec import ModelSpec
 
 OnProgress = Callable[[int, int, str], None]
 """on_progress(steps done, steps in all, name of the next)."""
+OnNote = Callable[[str], None]
+"""Something that the user should be told."""
 
 
 def write_weights(
@@ -23,6 +25,7 @@ def write_weights(
     folder: Path,
     key: str,
     on_progress: OnProgress,
+    on_note: OnNote,
 ) -> StoredWeights:
     """Write `folder`/model.weights; goes on where an export with the same `key` was cut.
 
@@ -36,6 +39,9 @@ def write_weights(
         writer = WeightsWriter(checkpoint, file, progress.stored if progress else None)
         written = Part(spec, writer.stored, folder)
         if progress:
+            on_note(
+                f"going on where an earlier export stopped: {progress.layers} of {spec.num_layers} layers"
+            )
             quantizer.residual = progress.residual
         else:
             on_progress(0, total, "embedding")

@@ -14,6 +14,8 @@ GROUPED = {"int4": 32, "int8": 32, "fp8": 0}
 TARGETS = ("cpu",)
 QUANTIZERS = ("rtn", "awq", "gptq", "auto")
 INTEGERS = ("int4", "int8")
+FP8_BLOCK = 128
+"""Rows, and inputs, of a block with one scale, as FP8 checkpoints with blocks have them."""
 MAX_KL = {"int4": 0.5, "int8": 0.05, "fp8": 0.1, "fp16": 0.02, "bf16": 0.05, "fp32": 0.005}
 """Above so much mean KL divergence (nats) an export stops: something is wrong, or too much was lost."""
 
@@ -27,6 +29,7 @@ class ExportOptions:
         group_size: inputs that share a scale (int4, int8, fp8); None: the type's own default (GROUPED), or
             an FP8 checkpoint's own.
         symmetric: no minimum per group (int4): smaller, and further from the original.
+        block_scales: 128 rows of a weight share the scale of 128 inputs (fp8), as some devices want it.
         quantizer: of int4 and int8 weights. "rtn" rounds each group alone; "awq" and "gptq" look at
             the inputs that a text brings forth; "auto" (int4) besides spends `bits_per_weight` where they
             help most.
@@ -54,6 +57,7 @@ class ExportOptions:
     weights: str = "int4"
     group_size: int | None = None
     symmetric: bool = False
+    block_scales: bool = False
     quantizer: str = "rtn"
     bits_per_weight: float | None = None
     calibration: Path | None = None
@@ -80,6 +84,8 @@ class ExportOptions:
                 )
             _one_of("group size", self.group_size, GROUP_SIZES)
         _one_of("target", self.target, TARGETS)
+        if self.block_scales and (self.weights != "fp8" or self.group_size not in (None, FP8_BLOCK)):
+            raise InputError(f"scales of {FP8_BLOCK} × {FP8_BLOCK} blocks belong to fp8 weights alone.")
         self._check_quantizer()
         _one_of("cache type", self.cache_type, tuple(CACHE_TYPES))
         if self.max_context is not None and self.max_context < 1:

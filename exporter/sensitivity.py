@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pagelet.exporter.calibration.moments import LayerMoments
 from pagelet.exporter.graph import CacheFormat
 from pagelet.exporter.layerwise import Float32, Layerwise, Part, Texts
+from pagelet.models.distance import kl_divergence, log_softmax
 
 OnStep = Callable[[int, int, str], None]
 
@@ -89,20 +89,8 @@ class Sensitivity:
         pairs = zip(
             self._layerwise.logits(head, original), self._layerwise.logits(stream_head, stream), strict=True
         )
-        total = sum(float(kl_divergence(theirs, ours).sum()) for (_, theirs), (_, ours) in pairs)
+        divergences = (
+            kl_divergence(log_softmax(theirs), log_softmax(ours)) for (_, theirs), (_, ours) in pairs
+        )
+        total = sum(float(some.sum()) for some in divergences)
         return total / len(original)
-
-
-def kl_divergence(reference: Float32, logits: Float32) -> NDArray[np.float64]:
-    """Of each row, in nats: float32 logits [rows, vocab] to float64 [rows]."""
-    p, q = log_softmax(reference), log_softmax(logits)
-    divergence: NDArray[np.float64] = (np.exp(p) * (p - q)).sum(axis=1, dtype=np.float64)
-    return divergence
-
-
-def log_softmax(logits: Float32) -> Float32:
-    """Row-wise log-probabilities; the sum runs in float64."""
-    shifted = logits - logits.max(axis=1, keepdims=True)
-    total = np.exp(shifted).sum(axis=1, keepdims=True, dtype=np.float64)
-    result: Float32 = shifted - np.log(total).astype(np.float32)
-    return result

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagelet.exporter.checkpoint import Blocks, Checkpoint
+from pagelet.exporter.options import FP8_BLOCK
 from pagelet.exporter.quantize.rounding import round_to_nearest
 from pagelet.models.errors import CheckpointError
 from pagelet.plugins import float_packing, packing
@@ -37,11 +38,13 @@ class Treatment:
         input_scales: float32 [in] or None; the columns are multiplied by them, because what computes the
             inputs was divided by them.
         output_scales: by role, float32 [out]; its rows (and its bias) are divided by them.
+        fp8_blocks: FP8_BLOCK rows of a weight share the scale of a group.
     """
 
     round: Round | None = None
     input_scales: Float32 | None = None
     output_scales: Mapping[str, Float32] = field(default_factory=dict)
+    fp8_blocks: bool = False
 
     @property
     def scales(self) -> bool:
@@ -51,8 +54,10 @@ class Treatment:
 PLAIN = Treatment()
 
 
-def nearest(format: WeightFormat) -> Treatment:
+def nearest(format: WeightFormat, *, fp8_blocks: bool = False) -> Treatment:
     """To the nearest; in four bits the clip is searched, with eight that would gain nothing."""
+    if fp8_blocks and isinstance(format, FloatFormat) and format.type == "fp8":
+        return Treatment(fp8_blocks=True)
     if not isinstance(format, LinearFormat) or format.bits == 8:
         return PLAIN
     return Treatment(round=lambda rows: round_to_nearest(rows, format))
@@ -91,6 +96,7 @@ class StackedRows:
         self.count: int = self._starts[-1]
         self._check_shape()
         self._squared_error = self._squared = 0.0
+        self._fp8_scales: dict[str, Float32] = {}
         self.exact = not treatment.scales and self._is_exact()
 
     def pieces(self) -> Iterator[NDArray[np.uint8]]:
@@ -111,7 +117,12 @@ class StackedRows:
                 own = self._own_fp8(start, stop, format.groups(self.width))
                 return float_packing.pack(*own, format)
             values = self.floats(start, stop)
-            floats = float_packing.quantize(values, format)
+            if self._treatment.fp8_blocks:
+                floats: FloatParts = float_packing.quantize_fp8(
+                    values, format, self._block_scales(start, stop)
+                )
+            else:
+                floats = float_packing.quantize(values, format)
             self._count_error(values, float_packing.dequantize(*floats, format))
             return float_packing.pack(*floats, format)
         if self.exact:
@@ -120,6 +131,22 @@ class StackedRows:
         codes = (self._treatment.round or partial(packing.quantize_rtn, format=format))(values)
         self._count_error(values, packing.dequantize(*codes, format))
         return packing.pack(*codes, format)
+
+    def _block_scales(self, start: int, stop: int) -> Float32:
+        """Of FP8 rows [start:stop], float32 [rows, groups]: one for each FP8_BLOCK rows of a weight."""
+        return self._stack(
+            [self._weight_scales(role)[low:high] for role, low, high in self._parts(start, stop)]
+        )
+
+    def _weight_scales(self, role: str) -> Float32:
+        if role not in self._fp8_scales:
+            rows, groups = self._checkpoint.weights[role].shape[0], self._format.groups(self.width)
+            scales = np.empty((rows, groups), np.float32)
+            for low in range(0, rows, FP8_BLOCK):
+                strip = read_finite(self._checkpoint, role, low, min(low + FP8_BLOCK, rows))
+                scales[low : low + FP8_BLOCK] = np.abs(strip).reshape(len(strip), groups, -1).max(axis=(0, 2))
+            self._fp8_scales[role] = scales / np.float32(float_packing.LARGEST_FP8)
+        return self._fp8_scales[role]
 
     @property
     def error(self) -> float:

@@ -164,11 +164,14 @@ def quantize(weight: Float32, format: FloatFormat) -> FloatParts:
     return values, None
 
 
-def quantize_fp8(weight: Float32, format: FloatFormat) -> tuple[UInt8, Float32]:
-    """E4M3 codes uint8 [N, K] and scales f32 [N, groups]: max |w| / 448 of each group."""
+def quantize_fp8(
+    weight: Float32, format: FloatFormat, scales: Float32 | None = None
+) -> tuple[UInt8, Float32]:
+    """E4M3 codes uint8 [N, K] and scales f32 [N, groups]: those given, or max |w| / 448 of each group."""
     groups = format.groups(weight.shape[1])
     grouped = weight.reshape(len(weight), groups, -1)
-    scales = np.abs(grouped).max(axis=2) / np.float32(LARGEST_FP8)
+    if scales is None:
+        scales = np.abs(grouped).max(axis=2) / np.float32(LARGEST_FP8)
     divisor = np.broadcast_to(scales[:, :, None], grouped.shape)
     scaled = np.divide(grouped, divisor, out=np.zeros_like(grouped), where=divisor != 0)
     return to_e4m3(scaled).reshape(weight.shape), scales

@@ -1,6 +1,7 @@
 """Real models for the tests: SmolLM2 as it is published, and tiny random Llamas with every option."""
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,11 @@ from typing import Any
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: its models come from local folders
+sys.path.insert(0, str(Path(__file__).parent))  # modules that the tests of several folders share
 
-from pagelet.exporter import ExportOptions, export
+from exporting import uncertified
+
+from pagelet.exporter import export
 from pagelet.tools.download import SMOLLM2, fetch
 
 MakeCheckpoint = Callable[..., Path]
@@ -25,7 +29,7 @@ def smollm2_gguf() -> Path:
 def smollm2_fp32(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The fp32 bundle of SmolLM2, cache included: transformers' numbers are its oracle."""
     bundle = tmp_path_factory.mktemp("smollm2") / "fp32"
-    export(smollm2_gguf, bundle, ExportOptions(weights="fp32", cache_type="f32"))
+    export(smollm2_gguf, bundle, uncertified(weights="fp32", cache_type="f32"))
     return bundle
 
 
@@ -33,7 +37,7 @@ def smollm2_fp32(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -
 def smollm2_int4(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The default bundle of SmolLM2: int4, groups of 32 with a minimum."""
     bundle = tmp_path_factory.mktemp("smollm2") / "int4"
-    export(smollm2_gguf, bundle)
+    export(smollm2_gguf, bundle, uncertified())
     return bundle
 
 

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from exporting import uncertified
 
-from pagelet.exporter import ExportOptions, export
+from pagelet.exporter import export
 from pagelet.runtime import Engine, EngineConfig, SamplingParams
 from pagelet.runtime.speculation.costs import StepCosts
 
@@ -80,10 +81,10 @@ def bundles(make_llama: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
     """A target in fp32, its own checkpoint in int4, and a smaller model that knows nothing of it."""
     out = tmp_path_factory.mktemp("speculation")
     checkpoint = make_llama()
-    export(checkpoint, out / "fp32", ExportOptions(weights="fp32", block_size=16))
-    export(checkpoint, out / "int4", ExportOptions(weights="int4", block_size=16))
+    export(checkpoint, out / "fp32", uncertified(weights="fp32", block_size=16))
+    export(checkpoint, out / "int4", uncertified(weights="int4", block_size=16))
     other = make_llama(seed=7, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
-    export(other, out / "other", ExportOptions(weights="fp32", block_size=16))
+    export(other, out / "other", uncertified(weights="fp32", block_size=16))
     return Bundles(out / "fp32", {"int4": out / "int4", "other": out / "other"})
 
 
@@ -177,8 +178,8 @@ def test_whatever_steps_seem_to_cost(
 def test_caches_that_round(make_llama: Callable[..., Path], tmp_path: Path, cache_type: str) -> None:
     """Greedy texts of the int4 target with the same model in fp32, and a cache of its own type, as draft."""
     checkpoint = make_llama()
-    export(checkpoint, tmp_path / "target", ExportOptions(cache_type=cache_type, block_size=8))
-    export(checkpoint, tmp_path / "draft", ExportOptions(weights="fp32", cache_type="f32"))
+    export(checkpoint, tmp_path / "target", uncertified(cache_type=cache_type, block_size=8))
+    export(checkpoint, tmp_path / "draft", uncertified(weights="fp32", cache_type="f32"))
     _check_both(Bundles(tmp_path / "target", {"draft": tmp_path / "draft"}))
 
 
@@ -186,7 +187,7 @@ def test_sliding_windows(make_windowed: Callable[[int], Path], tmp_path: Path) -
     """Every second layer of the target, and of its int4 draft, sees 24 tokens."""
     checkpoint = make_windowed(24)
     for weights in ("fp32", "int4"):
-        export(checkpoint, tmp_path / weights, ExportOptions(weights=weights, block_size=8))
+        export(checkpoint, tmp_path / weights, uncertified(weights=weights, block_size=8))
     _check_both(Bundles(tmp_path / "fp32", {"draft": tmp_path / "int4"}))
 
 

@@ -60,8 +60,9 @@ def _export(bundle: Path) -> None:
 
     checkpoint = fetch(SMOLLM2)
     print(f"exporting {checkpoint.name} to {bundle} …", flush=True)
-    with bar("export", "tensor") as on_progress:
-        export(checkpoint, bundle, ExportOptions(force=True), on_progress=on_progress)
+    with bar("export", "step") as on_progress:
+        options = ExportOptions(force=True, certificate_seconds=10)
+        export(checkpoint, bundle, options, on_progress=on_progress)
 
 
 if __name__ == "__main__":

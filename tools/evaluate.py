@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from pagelet.models.distance import LogitsDistance, log_softmax, token_losses
 from pagelet.models.errors import InputError
 
 Logits = NDArray[np.float32]
@@ -63,48 +64,22 @@ def evaluate(
         raise InputError("the text has fewer than two tokens; there is nothing to score.")
     if reference and reference.vocab_size != engine.vocab_size:
         raise InputError(f"the vocabularies differ: {engine.vocab_size} and {reference.vocab_size} tokens.")
-    scores = []
+    distance, losses = LogitsDistance(), []
     for done, piece in enumerate(pieces):
         if on_piece:
             on_piece(done, len(pieces), "")
-        ours, targets = engine.logits(piece), np.asarray(piece[1:])
-        theirs = reference.logits(piece) if reference else None
-        for start in range(0, len(targets), _ROWS):
-            rows = slice(start, min(start + _ROWS, len(targets)))
-            scores.append(_score(ours[rows], targets[rows], None if theirs is None else theirs[rows]))
-    return _summary(np.concatenate(scores, axis=1))
+        ours, targets = engine.logits(piece)[:-1], np.asarray(piece[1:])
+        if reference:
+            distance.add(ours, reference.logits(piece)[:-1], targets)
+        else:
+            losses.append(_losses(ours, targets))
+    if reference:
+        return EvalResult(**asdict(distance.quality()))
+    scores = np.concatenate(losses)
+    return EvalResult(len(scores), float(np.exp(scores.mean())))
 
 
-def log_softmax(logits: Logits) -> NDArray[np.float32]:
-    """Row-wise log-probabilities [T, vocab]; the sum runs in float64."""
-    shifted = logits - logits.max(axis=1, keepdims=True)
-    total = np.exp(shifted).sum(axis=1, keepdims=True, dtype=np.float64)
-    result: NDArray[np.float32] = shifted - np.log(total).astype(np.float32)
-    return result
-
-
-def _score(ours: Logits, targets: NDArray[np.int64], theirs: Logits | None) -> NDArray[np.float64]:
-    """[1 or 4, T]: the loss; with a reference its loss too, the KL divergence, and whether both agree."""
-    rows = np.arange(len(targets))
-    ours = log_softmax(ours)
-    if theirs is None:
-        return -ours[rows, targets][None].astype(np.float64)
-    theirs = log_softmax(theirs)
-    kl = (np.exp(theirs) * (theirs - ours)).sum(axis=1, dtype=np.float64)
-    agree = ours.argmax(axis=1) == theirs.argmax(axis=1)
-    return np.stack([-ours[rows, targets], -theirs[rows, targets], kl, agree]).astype(np.float64)
-
-
-def _summary(scores: NDArray[np.float64]) -> EvalResult:
-    tokens, perplexity = scores.shape[1], float(np.exp(scores[0].mean()))
-    if len(scores) == 1:
-        return EvalResult(tokens, perplexity)
-    _, reference_loss, kl, agree = scores
-    return EvalResult(
-        tokens,
-        perplexity,
-        float(np.exp(reference_loss.mean())),
-        float(kl.mean()),
-        float(np.quantile(kl, 0.99)),
-        float(agree.mean()),
-    )
+def _losses(logits: Logits, targets: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Of each token [T], a piece of the rows at a time."""
+    pieces = [slice(start, start + _ROWS) for start in range(0, len(targets), _ROWS)]
+    return np.concatenate([token_losses(log_softmax(logits[rows]), targets[rows]) for rows in pieces])

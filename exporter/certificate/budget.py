@@ -5,11 +5,11 @@ from time import perf_counter
 
 import numpy as np
 
-from pagelet.exporter.certificate.distance import LogitsDistance
 from pagelet.exporter.certificate.held_out import MAX_TOKENS, MIN_TOKENS
 from pagelet.exporter.graph import CacheFormat
 from pagelet.exporter.layerwise import Layerwise, Part, Texts
 from pagelet.exporter.original import Original
+from pagelet.models.distance import LogitsDistance
 
 _FEW, _MORE = 8, 72  # tokens of two runs; they differ by what 64 tokens cost
 # Of what is left: longer windows and a busy machine take more than was measured.

@@ -7,13 +7,13 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from pagelet.exporter.certificate.distance import LogitsDistance, relative_error
 from pagelet.exporter.certificate.golden import Prompt
 from pagelet.exporter.certificate.held_out import sample
 from pagelet.exporter.graph import CacheFormat
 from pagelet.exporter.layerwise import Layerwise, Part, Texts
 from pagelet.exporter.original import Original
 from pagelet.models.certificate import LayerError, Quality
+from pagelet.models.distance import LogitsDistance, relative_error
 from pagelet.models.errors import BundleError, CheckpointError, PageletError
 
 Float32 = NDArray[np.float32]

@@ -52,6 +52,8 @@ class Quantizer(Protocol):
 
     residual: Float32 | None
     """What an interrupted export must keep: the calibration texts' residual stream before the next layer."""
+    notes: list[str]
+    """What the user should be told."""
 
     def table(self, module: str) -> Treatment:
         """Of the embedding table, or of the head."""
@@ -75,7 +77,7 @@ def open_quantizer(
 ) -> Quantizer:
     """The quantizer that `options` names, to be closed; `texts`: token ids to calibrate on."""
     if not options.is_calibrated:
-        return RoundToNearest(formats)
+        return RoundToNearest(formats, fp8_blocks=options.block_scales)
     return Calibrated(
         checkpoint,
         spec,
@@ -90,18 +92,20 @@ def open_quantizer(
 class RoundToNearest:
     """Every group alone."""
 
-    def __init__(self, formats: Formats) -> None:
+    def __init__(self, formats: Formats, *, fp8_blocks: bool = False) -> None:
         self._formats = formats
+        self._fp8_blocks = fp8_blocks
         self.residual: Float32 | None = None
+        self.notes: list[str] = []
 
     def table(self, module: str) -> Treatment:
-        return nearest(self._formats.of(module))
+        return nearest(self._formats.of(module), fp8_blocks=self._fp8_blocks)
 
     def start(self, embedding: Part) -> None:
         """Nothing is run."""
 
     def plan(self, layer: int) -> LayerPlan:
-        return LayerPlan({module: nearest(self._formats.of(module)) for module, _ in layer_units(layer)})
+        return LayerPlan({module: self.table(module) for module, _ in layer_units(layer)})
 
     def advance(self, layer: int, written: Part) -> None:
         """Nothing is run."""
@@ -134,7 +138,7 @@ class Calibrated:
         self._desc_act = desc_act
         self._original = Original(checkpoint, spec, max(layerwise.texts.lengths))
         self.residual: Float32 | None = None
-        self.dead_inputs: dict[str, int] = {}
+        self.notes: list[str] = []
 
     def table(self, module: str) -> Treatment:
         """The head, or the table that it shares, for what it will read; an embedding alone to the nearest."""
@@ -209,9 +213,16 @@ class Calibrated:
         if not self._error_feedback:
             return lambda rows: round_to_nearest(rows, format, importance)
         try:
-            return Gptq(hessian, format, damping=damping, desc_act=self._desc_act)
+            gptq = Gptq(hessian, format, damping=damping, desc_act=self._desc_act)
         except ValueError as error:
             raise CheckpointError(f"{module}: {error}") from error
+        if gptq.dead_inputs:
+            self.notes.append(
+                f"{module}: {gptq.dead_inputs} of {len(hessian)} inputs are zero in the whole calibration "
+                "text; their weights are rounded to the nearest. A text of the kind that the model will read "
+                "may help."
+            )
+        return gptq
 
     def _search(self, layer: int, hessians: Mapping[str, Float64]) -> "_Scales":
         """Of the inputs of each linear layer, those nearest the output first: they scale rows further up."""

@@ -165,7 +165,9 @@ def _keep_better(
         return found, error
     better = error < lowest
     scale = np.where(better, found[0], best[0])
-    minimum = np.where(better, found[1], best[1]) if found[1] is not None else None
+    minimum = None
+    if found[1] is not None and best[1] is not None:
+        minimum = np.where(better, found[1], best[1])
     return (scale, minimum), np.where(better, error, lowest)
 
 
@@ -194,7 +196,8 @@ def group_errors(
     groups = format.groups(weight.shape[1])
     differences = (weight - dequantize(*parts, format)).reshape(len(weight), groups, -1)
     by_group = importance.reshape(groups, format.group_size)
-    return np.einsum("ngk,ngk,gk->ng", differences, differences, by_group)
+    errors: NDArray[np.float64] = np.einsum("ngk,ngk,gk->ng", differences, differences, by_group)
+    return errors
 
 
 def _checked(importance: NDArray[np.floating] | None, width: int) -> NDArray[np.float64]:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from certified import random_texts, write_certified
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -20,10 +20,6 @@ from pagelet.exporter.certificate.held_out import MAX_TOKENS, MIN_TOKENS, WINDOW
 from pagelet.models.certificate import CERTIFICATE_NAME, OUTPUTS_NAME, Certificate, TopLogits
 from pagelet.models.errors import BundleError, CheckpointError
 from pagelet.runtime import Engine, EngineConfig
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests of three folders share certified.py
-
-from certified import random_texts, write_certified
 
 TEXTS = random_texts(3, 50)
 GOLDEN = random_texts(3, 20, seed=1)

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from exporting import uncertified
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from pagelet.exporter import ExportOptions, export
+from pagelet.exporter import export
 from pagelet.exporter.checkpoint import open_checkpoint
 from pagelet.models.errors import CheckpointError, UnsupportedError
 from pagelet.runtime import Engine, EngineConfig
@@ -75,7 +76,7 @@ def test_fp8_passes_through_unchanged(
     block: tuple[int | None, int | None], make_fp8: Callable[..., tuple[Path, Path]], tmp_path: Path
 ) -> None:
     folder, plain = make_fp8(block)
-    manifest = export(folder, tmp_path / "b", ExportOptions(weights="fp8", cache_type="f32"))
+    manifest = export(folder, tmp_path / "b", uncertified(weights="fp8", cache_type="f32"))
     assert all(entry.exact for entry in manifest.tensors.values())
     assert manifest.tensors["layers.0.mlp.down"].group_size == (block[1] or 0)
     assert manifest.tensors["embedding"].type == "bf16"
@@ -153,7 +154,7 @@ def test_damage_is_named(
     damage(tensors)
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=message):
-        export(folder, tmp_path / "b", ExportOptions(weights="fp8"))
+        export(folder, tmp_path / "b", uncertified(weights="fp8"))
 
 
 @pytest.mark.parametrize(

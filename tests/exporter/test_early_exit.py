@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from exporting import uncertified
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -46,14 +47,14 @@ def test_logits_are_those_of_the_first_layers(
         model.lm_head.weight = torch.nn.Parameter(parts["head"])
     with torch.no_grad():
         expected = model(torch.tensor([IDS]), use_cache=False).logits[0].numpy()
-    manifest = export(checkpoint, tmp_path / "b", ExportOptions(weights="fp32", cache_type="f32", layers=3))
+    manifest = export(checkpoint, tmp_path / "b", uncertified(weights="fp32", cache_type="f32", layers=3))
     assert manifest.spec.num_layers == 3
     # As for whole models: float32 sums in another order.
     assert np.abs(logits_of(tmp_path / "b") - expected).max() <= 2e-3
 
 
 def test_a_checkpoint_with_exits_exports_whole_as_without(make_llama: MakeCheckpoint, tmp_path: Path) -> None:
-    options = ExportOptions(weights="fp32")
+    options = uncertified(weights="fp32")
     checkpoint = make_llama()
     export(checkpoint, tmp_path / "plain", options)
     add_tensors(checkpoint, {"early_exit.1.norm.weight": torch.zeros(64)})
@@ -63,8 +64,8 @@ def test_a_checkpoint_with_exits_exports_whole_as_without(make_llama: MakeCheckp
 
 def test_an_exit_guesses_ahead_of_its_model(make_llama: MakeCheckpoint, tmp_path: Path) -> None:
     checkpoint = make_llama(num_hidden_layers=4)
-    export(checkpoint, tmp_path / "target", ExportOptions(weights="fp32"))
-    export(checkpoint, tmp_path / "draft", ExportOptions(weights="int4", layers=3))
+    export(checkpoint, tmp_path / "target", uncertified(weights="fp32"))
+    export(checkpoint, tmp_path / "draft", uncertified(weights="int4", layers=3))
     params = SamplingParams(max_tokens=60, ignore_eos=True)
     with Engine.open(tmp_path / "target", EngineConfig(kv_memory="16MiB", speculate="off")) as engine:
         plain = engine.generate(IDS, params)
@@ -77,13 +78,13 @@ def test_an_exit_guesses_ahead_of_its_model(make_llama: MakeCheckpoint, tmp_path
 def test_what_cannot_be_an_exit(make_llama: MakeCheckpoint, tmp_path: Path) -> None:
     checkpoint = make_llama()
     with pytest.raises(InputError, match="layers is 2; the model has 2, expected 1 to 1"):
-        export(checkpoint, tmp_path / "b", ExportOptions(layers=2))
+        export(checkpoint, tmp_path / "b", uncertified(layers=2))
     with pytest.raises(InputError, match="layers is 0"):
         ExportOptions(layers=0)
     add_tensors(checkpoint, {"early_exit.1.norm.weight": torch.zeros(65)})
     with pytest.raises(CheckpointError, match=r"early_exit.1.norm.weight has shape \[65\], expected \[64\]"):
-        export(checkpoint, tmp_path / "b", ExportOptions(layers=1))
+        export(checkpoint, tmp_path / "b", uncertified(layers=1))
     add_tensors(checkpoint, {"early_exit.1.norm.weight": torch.zeros(64, dtype=torch.int32)})
     with pytest.raises(CheckpointError, match="dtype I32"):
-        export(checkpoint, tmp_path / "b", ExportOptions(layers=1))
+        export(checkpoint, tmp_path / "b", uncertified(layers=1))
     assert not (tmp_path / "b").exists()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from exporting import uncertified
 
 from pagelet.exporter import ExportOptions, export
 from pagelet.models.errors import CheckpointError, InputError
@@ -24,9 +25,7 @@ MakeCheckpoint = Callable[..., Path]
 
 def test_the_manifest_describes_the_bundle(make_llama: MakeCheckpoint, tmp_path: Path) -> None:
     checkpoint = make_llama(attention_bias=True)
-    exported = export(
-        checkpoint, tmp_path / "b", ExportOptions(group_size=32, symmetric=True, max_context=100)
-    )
+    exported = export(checkpoint, tmp_path / "b", uncertified(group_size=32, symmetric=True, max_context=100))
     manifest = load_manifest(tmp_path / "b")
     assert manifest == exported
     check_files(tmp_path / "b", manifest, weights=True)
@@ -42,7 +41,9 @@ def test_the_manifest_describes_the_bundle(make_llama: MakeCheckpoint, tmp_path:
 
 def test_two_exports_are_equal(make_llama: MakeCheckpoint, tmp_path: Path) -> None:
     checkpoint = make_llama()
-    assert export(checkpoint, tmp_path / "a") == export(checkpoint, tmp_path / "b")
+    assert export(checkpoint, tmp_path / "a", uncertified()) == export(
+        checkpoint, tmp_path / "b", uncertified()
+    )
 
 
 def test_gguf_blocks_pass_through_unchanged(smollm2_gguf: Path, smollm2_int4: Path) -> None:
@@ -84,7 +85,7 @@ def external_offset(graph: bytes, name: str) -> int:
 def test_a_tied_table_is_stored_once(make_llama: MakeCheckpoint, tmp_path: Path) -> None:
     sizes = {}
     for tied in (False, True):
-        export(make_llama(tie_word_embeddings=tied), tmp_path / str(tied), ExportOptions(weights="fp32"))
+        export(make_llama(tie_word_embeddings=tied), tmp_path / str(tied), uncertified(weights="fp32"))
         sizes[tied] = (tmp_path / str(tied) / "model.weights").stat().st_size
     assert sizes[False] - sizes[True] == 320 * 64 * 4
 
@@ -98,7 +99,7 @@ def test_a_damaged_weight_is_named(make_llama: MakeCheckpoint, tmp_path: Path) -
     save_file(weights, checkpoint / "model.safetensors")
     for kind in ("int4", "fp32"):
         with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight holds NaN"):
-            export(checkpoint, tmp_path / "b", ExportOptions(weights=kind))
+            export(checkpoint, tmp_path / "b", uncertified(weights=kind))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -107,14 +108,14 @@ def test_inputs_that_do_not_divide_into_groups(make_llama: MakeCheckpoint, tmp_p
     with pytest.raises(
         CheckpointError, match=r"embed_tokens\.weight: 80 inputs do not divide into groups of 32"
     ):
-        export(checkpoint, tmp_path / "b")
+        export(checkpoint, tmp_path / "b", uncertified())
     assert list(tmp_path.iterdir()) == []
-    export(checkpoint, tmp_path / "b", ExportOptions(weights="fp32"))
+    export(checkpoint, tmp_path / "b", uncertified(weights="fp32"))
 
 
 def test_more_context_than_the_model_has(make_llama: MakeCheckpoint, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="1000 is more than the model's own 512"):
-        export(make_llama(), tmp_path / "b", ExportOptions(max_context=1000))
+        export(make_llama(), tmp_path / "b", uncertified(max_context=1000))
 
 
 @pytest.mark.parametrize(
@@ -158,9 +159,10 @@ def test_an_interrupted_export_leaves_nothing(kind: signal.Signals, tmp_path: Pa
 def test_memory_does_not_depend_on_the_models_size(tmp_path: Path) -> None:
     """Twice the layers, the same peak; and within three of the largest tensor in f32 plus 300 MB."""
     code = (
-        "import sys; from pathlib import Path; from pagelet.exporter import export\n"
+        "import sys; from pathlib import Path; from pagelet.exporter import ExportOptions, export\n"
         "from pagelet.tools.memory import peak_rss\n"
-        "export(Path(sys.argv[1]), Path(sys.argv[2])); print(peak_rss())"
+        "export(Path(sys.argv[1]), Path(sys.argv[2]), ExportOptions(certificate_seconds=None))\n"
+        "print(peak_rss())"
     )
     peaks = []
     for layers in (4, 24):

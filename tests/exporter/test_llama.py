@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from exporting import uncertified
 from transformers import AutoModelForCausalLM
 
-from pagelet.exporter import ExportOptions, export
+from pagelet.exporter import export
 from pagelet.runtime import Engine, EngineConfig, SamplingParams
 
 LLAMA3 = {
@@ -51,7 +52,7 @@ def reference_logits(checkpoint: Path, ids: list[int]) -> np.ndarray[Any, Any]:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_fp32_equals_transformers(variant: str, make_llama: Callable[..., Path], tmp_path: Path) -> None:
     checkpoint = make_llama(**VARIANTS[variant])
-    export(checkpoint, tmp_path / "bundle", ExportOptions(weights="fp32", cache_type="f32"))
+    export(checkpoint, tmp_path / "bundle", uncertified(weights="fp32", cache_type="f32"))
     ids = np.random.default_rng(1).integers(2, 258, 200).tolist()
     expected = reference_logits(checkpoint, ids)
     with Engine.open(tmp_path / "bundle", EngineConfig(kv_memory="16MiB")) as engine:
@@ -71,16 +72,18 @@ def test_int4_equals_transformers_with_the_dequantized_weights(
     options: dict[str, Any], group_size: int, symmetric: bool, make_llama: Callable[..., Path], tmp_path: Path
 ) -> None:
     """The int4 graph is the fp32 graph with rounded weights; what stays is the rounding of activations."""
+    from pagelet.exporter.quantize.rounding import round_to_nearest
     from pagelet.plugins.packing import LinearFormat, dequantize, quantize_rtn
 
     checkpoint = make_llama(hidden_size=128, intermediate_size=192, initializer_range=0.08, **options)
-    export(checkpoint, tmp_path / "b", ExportOptions(group_size=group_size, symmetric=symmetric))
+    export(checkpoint, tmp_path / "b", uncertified(group_size=group_size, symmetric=symmetric))
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     layers, tables = LinearFormat(4, group_size, not symmetric), LinearFormat(8, 32, asymmetric=False)
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2:
-            format = tables if "embed_tokens" in name or "lm_head" in name else layers
-            rounded = dequantize(*quantize_rtn(parameter.detach().numpy(), format), format)
+            is_table = "embed_tokens" in name or "lm_head" in name
+            format, quantize = (tables, quantize_rtn) if is_table else (layers, round_to_nearest)
+            rounded = dequantize(*quantize(parameter.detach().numpy(), format), format)
             parameter.data = torch.from_numpy(rounded)
     ids = np.random.default_rng(1).integers(2, 258, 100).tolist()
     with torch.no_grad():

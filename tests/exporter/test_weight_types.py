@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from exporting import uncertified
 from transformers import AutoModelForCausalLM
 
 from pagelet.exporter import ExportOptions, export
@@ -61,7 +62,7 @@ def test_logits_equal_transformers_with_the_stored_weights(
     tmp_path: Path,
 ) -> None:
     checkpoint = make_llama(hidden_size=128, intermediate_size=192, initializer_range=0.08, **options)
-    exported = ExportOptions(weights=weights, group_size=group_size, cache_type="f32")
+    exported = uncertified(weights=weights, group_size=group_size, cache_type="f32")
     export(checkpoint, tmp_path / "b", exported)
     ids = np.random.default_rng(1).integers(2, 258, 100).tolist()
     expected = logits_of(checkpoint, ids, layers, tables)
@@ -97,7 +98,7 @@ def test_16_bits_pass_through_unchanged(
     from safetensors.torch import load_file
 
     checkpoint = make_llama(dtype=dtype)
-    manifest = export(checkpoint, tmp_path / "b", ExportOptions(weights=weights))
+    manifest = export(checkpoint, tmp_path / "b", uncertified(weights=weights))
     assert all(entry.exact and entry.type == weights for entry in manifest.tensors.values())
     source = {
         name: tensor.view(torch.int16).numpy().view(format.dtype)
@@ -131,7 +132,7 @@ def test_16_bits_pass_through_unchanged(
 def test_what_is_exact_is_said(
     dtype: str, weights: str, exact: set[str], make_llama: MakeCheckpoint, tmp_path: Path
 ) -> None:
-    manifest = export(make_llama(dtype=dtype), tmp_path / "b", ExportOptions(weights=weights))
+    manifest = export(make_llama(dtype=dtype), tmp_path / "b", uncertified(weights=weights))
     assert {entry.type for entry in manifest.tensors.values() if entry.exact} == exact
     tables = {manifest.tensors[module].type for module in ("embedding", "head")}
     assert tables == {manifest.quantization.embedding or weights}
@@ -146,7 +147,7 @@ def test_the_group_size_is_the_types_own_or_as_asked(make_llama: MakeCheckpoint,
         ("int8", None, 32),
         ("int8", 32, 32),
     ):
-        options = ExportOptions(weights=weights, group_size=group_size, force=True)
+        options = uncertified(weights=weights, group_size=group_size, force=True)
         manifest = export(checkpoint, tmp_path / "b", options)
         assert (
             manifest.tensors["layers.0.mlp.down"].group_size == expected == manifest.quantization.group_size
@@ -161,9 +162,9 @@ def test_a_weight_beyond_f16_is_named(make_llama: MakeCheckpoint, tmp_path: Path
     weights["model.layers.1.mlp.up_proj.weight"][3, 5] = 1e5
     save_file(weights, checkpoint / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"up_proj\.weight: weight goes up to 100000, beyond f16"):
-        export(checkpoint, tmp_path / "b", ExportOptions(weights="fp16"))
+        export(checkpoint, tmp_path / "b", uncertified(weights="fp16"))
     for kind in ("bf16", "fp8"):
-        export(checkpoint, tmp_path / kind, ExportOptions(weights=kind))
+        export(checkpoint, tmp_path / kind, uncertified(weights=kind))
 
 
 @pytest.mark.parametrize("weights", ["fp16", "bf16", "fp32"])
@@ -176,3 +177,30 @@ def test_a_group_size_without_groups_is_an_error(weights: str) -> None:
 
 def test_the_command_offers_what_the_exporter_serves() -> None:
     assert command.WEIGHTS == exporter_options.WEIGHTS
+
+
+def test_fp8_blocks_share_their_scales(make_llama: MakeCheckpoint, tmp_path: Path) -> None:
+    """Each 128 × 128 block of each weight has the scale max |w| / 448, cut short at the weight's last row."""
+    from pagelet.exporter.checkpoint import open_checkpoint
+    from pagelet.exporter.stacked_rows import Treatment
+    from pagelet.exporter.weights import layer_units, stacked
+
+    source = make_llama(hidden_size=256, intermediate_size=384, num_attention_heads=4, num_key_value_heads=2)
+    format = FloatFormat("fp8", 128)
+    with open_checkpoint(source) as checkpoint:
+        for module, roles in layer_units(0):
+            rows = stacked(checkpoint, module, roles, format, Treatment(fp8_blocks=True))
+            packed = np.concatenate(list(rows.pieces()))
+            codes, scales = float_packing.unpack(packed, rows.width, rows.count, format)
+            plain = stacked(checkpoint, module, roles, format).floats(0, rows.count)
+            for role in roles:
+                weight = checkpoint.read(role + ".weight")
+                where = [int(np.flatnonzero((plain == row).all(axis=1))[0]) for row in weight]
+                for low in range(0, len(weight), 128):
+                    for group in range(rows.width // 128):
+                        block = weight[low : low + 128, 128 * group : 128 * (group + 1)]
+                        expected = np.abs(block).max() / np.float32(448)
+                        assert (scales[where[low : low + 128], group] == expected).all()
+            restored = float_packing.dequantize(codes, scales, format)
+            # E4M3 has three bits of mantissa: 1/16 of a value, and 2^-10 of the scale below 2^-6.
+            assert (np.abs(restored - plain) <= np.abs(plain) / 16 + np.repeat(scales, 128, 1) / 1024).all()

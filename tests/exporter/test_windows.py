@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from exporting import uncertified
 from transformers import MinistralConfig, MinistralForCausalLM, MistralConfig, MistralForCausalLM
 
-from pagelet.exporter import ExportOptions, export
+from pagelet.exporter import export
 from pagelet.models.errors import PageletError
 from pagelet.models.manifest import load_manifest
 from pagelet.runtime import Engine, EngineConfig, SamplingParams
@@ -51,7 +52,7 @@ def test_logits_and_greedy_tokens_equal_transformers(
     export(
         tmp_path / "checkpoint",
         tmp_path / "b",
-        ExportOptions(weights="fp32", cache_type="f32", block_size=block_size),
+        uncertified(weights="fp32", cache_type="f32", block_size=block_size),
     )
     assert load_manifest(tmp_path / "b").spec.window_groups == ((0, 40) if mixed else (40,))
     ids = np.random.default_rng(1).integers(2, 258, 200).tolist()

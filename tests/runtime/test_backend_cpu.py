@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from exporting import uncertified
 from numpy.typing import NDArray
 
-from pagelet.exporter import ExportOptions, export
+from pagelet.exporter import export
 from pagelet.models.cache import cache_bytes_per_token
 from pagelet.models.errors import BackendError, BundleError, CancelledError, CapacityError
 from pagelet.models.manifest import Manifest, load_manifest
@@ -27,7 +28,7 @@ def bundle(
     request: pytest.FixtureRequest, make_llama: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     folder = tmp_path_factory.mktemp("bundle") / request.param
-    export(make_llama(), folder, ExportOptions(weights=request.param))
+    export(make_llama(), folder, uncertified(weights=request.param))
     return folder
 
 
@@ -35,7 +36,7 @@ def bundle(
 def windowed_bundle(make_windowed: Callable[[int], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four layers, every second one with a window of 40 tokens."""
     bundle = tmp_path_factory.mktemp("windowed") / "bundle"
-    export(make_windowed(40), bundle, ExportOptions(weights="fp32", block_size=8))
+    export(make_windowed(40), bundle, uncertified(weights="fp32", block_size=8))
     return bundle
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from exporting import uncertified
 from numpy.typing import NDArray
 
-from pagelet.exporter import ExportOptions, export
+from pagelet.exporter import export
 from pagelet.models.errors import BackendError
 from pagelet.models.manifest import load_manifest
 from pagelet.runtime.backends import StepBatch
@@ -43,7 +44,7 @@ def bundle(
         config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
         (checkpoint / "config.json").write_text(json.dumps(config | WINDOWS), encoding="utf-8")
     cache_type = "f16" if request.param == "windows" else request.param
-    export(checkpoint, folder, ExportOptions(weights="int4", cache_type=cache_type, block_size=BLOCK_SIZE))
+    export(checkpoint, folder, uncertified(weights="int4", cache_type=cache_type, block_size=BLOCK_SIZE))
     return folder
 
 

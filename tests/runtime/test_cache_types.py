@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from exporting import uncertified
 from fake_backend import generate_together
 
-from pagelet.exporter import ExportOptions, export
+from pagelet.exporter import export
 from pagelet.models.cache import cache_bytes_per_token
 from pagelet.models.manifest import Manifest, load_manifest
 from pagelet.runtime import Engine, EngineConfig, SamplingParams
@@ -32,7 +33,7 @@ def bundles(make_llama: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
     """A tiny random Llama with each cache type; int4 weights, so that all native ops take part."""
     source, folder = make_llama(), tmp_path_factory.mktemp("bundles")
     for kind in TYPES:
-        export(source, folder / kind, ExportOptions(cache_type=kind, block_size=16))
+        export(source, folder / kind, uncertified(cache_type=kind, block_size=16))
     return {kind: folder / kind for kind in TYPES}
 
 
@@ -147,7 +148,7 @@ def test_smollm2_is_close_to_its_f32_cache(
     smollm2_gguf: Path, smollm2_f32: Engine, tmp_path: Path, kind: str
 ) -> None:
     # Float32 weights: beside int4 ones, whose activations have 8 bits, any difference moves some of those.
-    export(smollm2_gguf, tmp_path / kind, ExportOptions(weights="fp32", cache_type=kind))
+    export(smollm2_gguf, tmp_path / kind, uncertified(weights="fp32", cache_type=kind))
     with Engine.open(tmp_path / kind, EngineConfig(kv_memory="64MiB")) as engine:
         pieces = list(windows(engine.tokenizer.encode(TEXT), 512, 1024))
         result = evaluate(engine, pieces, smollm2_f32)
@@ -161,7 +162,7 @@ def test_smollm2_is_close_to_its_f32_cache(
 def test_smollm2_sixteen_sequences_together_give_what_each_gives_alone(
     smollm2_gguf: Path, tmp_path: Path, kind: str
 ) -> None:
-    export(smollm2_gguf, tmp_path / kind, ExportOptions(cache_type=kind))
+    export(smollm2_gguf, tmp_path / kind, uncertified(cache_type=kind))
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     with Engine.open(tmp_path / kind, EngineConfig(kv_memory="128MiB", prefix_cache=False)) as engine:
         ids = engine.tokenizer.encode(TEXT)

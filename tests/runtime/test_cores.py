@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from exporting import uncertified
 
 from pagelet.exporter import export
 from pagelet.runtime import Engine, EngineConfig, SamplingParams
@@ -112,7 +113,7 @@ def test_a_fork_has_all_cores() -> None:
 
 
 def test_engines_of_one_process_take_turns(make_llama: Callable[..., Path], tmp_path: Path) -> None:
-    export(make_llama(), tmp_path / "bundle")
+    export(make_llama(), tmp_path / "bundle", uncertified())
     config, params = (
         EngineConfig(kv_memory="4MiB", threads=CORES._count),
         SamplingParams(max_tokens=40, ignore_eos=True),

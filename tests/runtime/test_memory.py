@@ -7,8 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from exporting import uncertified
 
-from pagelet.exporter import ExportOptions, export
+from pagelet.exporter import export
 from pagelet.tools.memory import anonymous_rss
 
 pytestmark = pytest.mark.skipif(not anonymous_rss(), reason="the system does not say how much is resident")
@@ -99,7 +100,7 @@ def test_a_process_that_decodes_holds_little_beside_weights_and_cache(
 
 def test_a_few_blocks_take_the_pages_of_these_blocks(make_llama: Callable[..., Path], tmp_path: Path) -> None:
     """Whether pages have 4 KiB or 2 MiB: 160 arrays with a large page each would be 320 MiB."""
-    export(make_llama(), tmp_path / "bundle", ExportOptions(cache_type="int8"))
+    export(make_llama(), tmp_path / "bundle", uncertified(cache_type="int8"))
     touched, blocks = map(int, run(TOUCH_BLOCKS, tmp_path / "bundle").split())
     # Two regions, codes and scales, each with up to a large page too much at its end.
     assert blocks * 0.98 < touched < blocks + (6 << 20)

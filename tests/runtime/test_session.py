@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from exporting import uncertified
 from fake_backend import FakeBackend, greedy
 from test_engine_threads import Gate, eventually
 
-from pagelet.exporter import ExportOptions, export
+from pagelet.exporter import export
 from pagelet.models.cache import group_bytes_per_token
 from pagelet.models.errors import InputError, PageletError, SessionError
 from pagelet.models.manifest import load_manifest
@@ -262,5 +263,5 @@ def test_a_block_is_what_the_layers_of_its_group_have(bundles: dict[str, Path], 
 def bundles(make_llama: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     source, folder = make_llama(), tmp_path_factory.mktemp("bundles")
     for kind in ("f32", "int8"):
-        export(source, folder / kind, ExportOptions(cache_type=kind, block_size=16))
+        export(source, folder / kind, uncertified(cache_type=kind, block_size=16))
     return {kind: folder / kind for kind in ("f32", "int8")}

@@ -9,10 +9,11 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from exporting import uncertified
 from fake_backend import FakeBackend, greedy
 from test_engine_threads import Gate, eventually
 
-from pagelet.exporter import ExportOptions, export
+from pagelet.exporter import export
 from pagelet.models.errors import BackendError, BundleError, CapacityError, InputError
 from pagelet.models.manifest import load_manifest
 from pagelet.models.text import Tokenizer
@@ -208,7 +209,7 @@ def draft(make_llama: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
 
 
 def exported(checkpoint: Path, bundle: Path, **options: Any) -> Path:
-    export(checkpoint, bundle, ExportOptions(**({"block_size": 16} | options)))
+    export(checkpoint, bundle, uncertified(**({"block_size": 16} | options)))
     return bundle
 
 

@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from exporting import uncertified
 
-from pagelet.exporter import ExportOptions, export
+from pagelet.exporter import export
 from pagelet.runtime import Engine, EngineConfig, SamplingParams
 from pagelet.runtime.opening import open_bundle
 from pagelet.runtime.speculation.proposal import Candidate, Proposal, depths, is_chain, main_chain
@@ -74,7 +75,7 @@ def test_the_text_is_that_of_plain_decoding(
     checkpoints: dict[str, Path], model: str, cache_type: str, temperature: float, tmp_path: Path
 ) -> None:
     bundle = tmp_path / "b"
-    export(checkpoints[model], bundle, ExportOptions(weights="int4", cache_type=cache_type, block_size=8))
+    export(checkpoints[model], bundle, uncertified(weights="int4", cache_type=cache_type, block_size=8))
     draw = random.Random(9)
     prompts = [[draw.randrange(2, 258) for _ in range(length)] for length in (1, 7, 30, 100, 250)]
     params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=temperature, seed=5)

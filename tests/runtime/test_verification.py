@@ -12,18 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
-
-from pagelet.exporter import ExportOptions
-from pagelet.models.certificate import load_certificate
-from pagelet.models.errors import BundleError
-from pagelet.models.manifest import load_manifest
-from pagelet.plugins import native
-from pagelet.runtime import Engine, EngineConfig
-from pagelet.runtime.verification import FLOAT_TOLERANCE, Verification, replay
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests of three folders share certified.py
-
 from certified import (
     VOCAB,
     double_a_scale,
@@ -35,6 +23,15 @@ from certified import (
     wrong_epsilon,
     wrong_rope_base,
 )
+from safetensors.numpy import load_file, save_file
+
+from pagelet.exporter import ExportOptions
+from pagelet.models.certificate import load_certificate
+from pagelet.models.errors import BundleError
+from pagelet.models.manifest import load_manifest
+from pagelet.plugins import native
+from pagelet.runtime import Engine, EngineConfig
+from pagelet.runtime.verification import FLOAT_TOLERANCE, Verification, replay
 
 LAYERS = 3
 SMALL = EngineConfig(kv_memory="1MiB", threads=2)

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from exporting import uncertified
 
-from pagelet.exporter import ExportOptions, export
+from pagelet.exporter import export
 from pagelet.models.errors import InputError, PageletError
 from pagelet.models.manifest import load_manifest
 from pagelet.tools.bench_peers import main, prompt_tokens
@@ -37,7 +38,7 @@ SMALL = {
 @pytest.fixture(scope="module")
 def bundle(make_llama: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("peers") / "tiny"
-    export(make_llama(), folder, ExportOptions())
+    export(make_llama(), folder, uncertified())
     return folder
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from exporting import uncertified
 
-from pagelet.exporter import ExportOptions, export
+from pagelet.exporter import export
 from pagelet.models.manifest import Manifest, load_manifest
 from pagelet.tools import roofline
 from pagelet.tools.bench import BenchOptions, bench
@@ -26,7 +27,7 @@ def manifest(
 ) -> Manifest:
     bundle = tmp_path_factory.mktemp("bench") / "fp32"
     checkpoint = make_llama(tie_word_embeddings=request.param)
-    export(checkpoint, bundle, ExportOptions(weights="fp32", cache_type="f16"))
+    export(checkpoint, bundle, uncertified(weights="fp32", cache_type="f16"))
     return load_manifest(bundle)
 
 
@@ -100,7 +101,7 @@ def test_the_machine_is_within_what_machines_reach() -> None:
 
 def test_bench_reports_what_was_read_per_step(make_llama: Callable[..., Path], tmp_path: Path) -> None:
     bundle = tmp_path / "int4"
-    export(make_llama(), bundle, ExportOptions())
+    export(make_llama(), bundle, uncertified())
     options = BenchOptions(prompt_tokens=20, new_tokens=4, sequences=2, repeat=2, kv_memory="4MiB", threads=1)
     result = bench(bundle, options, lambda *_: None)
     manifest = load_manifest(bundle)
@@ -121,7 +122,7 @@ def test_bench_reports_what_was_read_per_step(make_llama: Callable[..., Path], t
 def test_the_command_prints_reads_and_limits(
     make_llama: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    export(make_llama(), tmp_path / "b", ExportOptions())
+    export(make_llama(), tmp_path / "b", uncertified())
     sizes = ["--prompt-tokens", "8", "--new-tokens", "3", "--repeat", "1", "--kv-memory", "4MiB"]
     assert main(["bench", str(tmp_path / "b"), *sizes]) == 0
     lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
@@ -140,7 +141,7 @@ def test_without_onnx_the_limits_are_left_out(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    export(make_llama(), tmp_path / "b", ExportOptions())
+    export(make_llama(), tmp_path / "b", uncertified())
     monkeypatch.setitem(sys.modules, "onnx", None)  # what an import finds where it is not installed
     sizes = ["--prompt-tokens", "8", "--new-tokens", "3", "--repeat", "1", "--kv-memory", "4MiB"]
     assert main(["bench", str(tmp_path / "b"), *sizes]) == 0
@@ -150,7 +151,7 @@ def test_without_onnx_the_limits_are_left_out(
 
 
 def test_a_single_new_token_has_no_decode_step(make_llama: Callable[..., Path], tmp_path: Path) -> None:
-    export(make_llama(), tmp_path / "b", ExportOptions())
+    export(make_llama(), tmp_path / "b", uncertified())
     options = BenchOptions(prompt_tokens=8, new_tokens=1, repeat=1, kv_memory="4MiB", roofline=False)
     result = bench(tmp_path / "b", options, lambda *_: None)
     assert result.decode is None

@@ -17,7 +17,7 @@ def bundle(make_llama: MakeCheckpoint, tmp_path_factory: pytest.TempPathFactory)
     checkpoint = make_llama(max_position_embeddings=256)
     (checkpoint / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     out = tmp_path_factory.mktemp("chat") / "bundle"
-    assert main(["export", str(checkpoint), str(out)]) == 0
+    assert main(["export", str(checkpoint), str(out), "--no-certificate"]) == 0
     return out
 
 

@@ -16,7 +16,7 @@ MakeCheckpoint = Callable[..., Path]
 @pytest.fixture(scope="module")
 def bundle(make_llama: MakeCheckpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("cli") / "bundle"
-    assert main(["export", str(make_llama()), str(out)]) == 0
+    assert main(["export", str(make_llama()), str(out), "--no-certificate"]) == 0
     return out
 
 
@@ -30,9 +30,11 @@ def test_export_says_what_it_made(
     make_llama: MakeCheckpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint = make_llama()
-    status, out, err = run(capsys, "export", checkpoint, tmp_path / "b", "--weights", "fp32", "--json")
+    options = ("--weights", "fp32", "--certificate-seconds", 1, "--json")
+    status, out, err = run(capsys, "export", checkpoint, tmp_path / "b", *options)
     assert (status, err) == (0, "")
     assert json.loads(out)["quantization"]["weights"] == "fp32"
+    assert json.loads(out)["certificate"] == "certificate.json"
     status, out, err = run(capsys, "export", checkpoint, tmp_path / "b")
     assert (status, out) == (1, "")
     assert err.startswith("pagelet: ")

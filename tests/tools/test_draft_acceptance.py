@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from exporting import uncertified
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagelet.exporter import ExportOptions, export
+from pagelet.exporter import export
 from pagelet.models.errors import InputError
 from pagelet.runtime import Engine, EngineConfig, SamplingParams
 from pagelet.tools.draft_acceptance import (
@@ -35,7 +36,7 @@ def bundles(make_llama: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
     # Less wide than the default, or two random models would hardly ever agree.
     options = {"target": {}, "other": {"seed": 1}, "smaller": {"seed": 2, "vocab_size": 288}}
     for name, changed in options.items():
-        export(make_llama(**({"initializer_range": 0.1} | changed)), folder / name, ExportOptions())
+        export(make_llama(**({"initializer_range": 0.1} | changed)), folder / name, uncertified())
     return {name: folder / name for name in options}
 
 

@@ -7,14 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from exporting import uncertified
 from transformers import AutoModelForCausalLM
 
-from pagelet.exporter import ExportOptions, export
+from pagelet.exporter import export
+from pagelet.models.distance import log_softmax
 from pagelet.models.errors import InputError
 from pagelet.runtime import Engine, EngineConfig
 from pagelet.tools.cli import evaluate as command
 from pagelet.tools.cli import main
-from pagelet.tools.evaluate import evaluate, log_softmax, windows
+from pagelet.tools.evaluate import evaluate, windows
 from pagelet.tools.quality.layers import layer_kl
 
 
@@ -24,15 +26,10 @@ def test_windows_cover_the_text_and_leave_out_what_cannot_be_scored() -> None:
     assert list(windows([1], 4)) == []
 
 
-def test_log_softmax_of_large_logits() -> None:
-    logits = np.float32([[1e4, 1e4 - 1, -1e4]])
-    np.testing.assert_allclose(log_softmax(logits)[0, :2], [-0.3132617, -1.3132617], rtol=1e-4)
-
-
 def test_against_transformers(make_llama: Callable[..., Path], tmp_path: Path) -> None:
     checkpoint = make_llama()
-    export(checkpoint, tmp_path / "fp32", ExportOptions(weights="fp32", cache_type="f32"))
-    export(checkpoint, tmp_path / "int4", ExportOptions(weights="int4"))
+    export(checkpoint, tmp_path / "fp32", uncertified(weights="fp32", cache_type="f32"))
+    export(checkpoint, tmp_path / "int4", uncertified(weights="int4"))
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     pieces = [list(range(10, 40)), list(range(60, 90))]
     with torch.no_grad():
@@ -55,7 +52,7 @@ def test_divergence_by_its_definition(make_llama: Callable[..., Path], tmp_path:
     """Every figure again, in float64, from the engines' logits; more rows than are taken at once."""
     checkpoint = make_llama()
     for weights in ("fp32", "int4"):
-        export(checkpoint, tmp_path / weights, ExportOptions(weights=weights, certificate_seconds=None))
+        export(checkpoint, tmp_path / weights, uncertified(weights=weights))
     pieces = [[(7 * i) % 300 + 2 for i in range(200)], list(range(60, 90))]
     config = EngineConfig(kv_memory="4MiB")
     with Engine.open(tmp_path / "fp32", config) as fp32, Engine.open(tmp_path / "int4", config) as int4:
@@ -79,8 +76,8 @@ def test_divergence_by_its_definition(make_llama: Callable[..., Path], tmp_path:
 def test_one_layer_of_a_bundle_among_the_references(make_llama: Callable[..., Path], tmp_path: Path) -> None:
     """A model of one layer whose tables are the reference's own: that layer makes the whole distance."""
     checkpoint = make_llama(num_hidden_layers=1)
-    plain = ExportOptions(weights="fp16", cache_type="f32", certificate_seconds=None)
-    rounded = ExportOptions(weights="fp8", cache_type="f32", certificate_seconds=None)
+    plain = uncertified(weights="fp16", cache_type="f32")
+    rounded = uncertified(weights="fp8", cache_type="f32")
     for name, options in (("plain", plain), ("rounded", rounded)):
         export(checkpoint, tmp_path / name, options)
     pieces, seen = [list(range(10, 40)), list(range(60, 90))], []
@@ -101,13 +98,13 @@ def test_layers_of_every_kind_of_weights(make_llama: Callable[..., Path], tmp_pa
     checkpoint = make_llama(tie_word_embeddings=True, attention_bias=True)
     pieces = [list(range(10, 40))]
     for weights in ("fp32", "int4", "int8"):
-        export(checkpoint, tmp_path / weights, ExportOptions(weights=weights, certificate_seconds=None))
+        export(checkpoint, tmp_path / weights, uncertified(weights=weights))
     four, eight = (
         layer_kl(tmp_path / w, tmp_path / "fp32", pieces, lambda *_: None) for w in ("int4", "int8")
     )
     assert all(0 < e < f for e, f in zip(eight, four, strict=True))
     other = make_llama(num_hidden_layers=3)
-    export(other, tmp_path / "other", ExportOptions(certificate_seconds=None))
+    export(other, tmp_path / "other", uncertified())
     with pytest.raises(InputError, match="not of one model"):
         layer_kl(tmp_path / "other", tmp_path / "fp32", pieces, lambda *_: None)
 
@@ -120,7 +117,7 @@ def test_bundles_beside_each_other_and_pictures(
     bundles = []
     for weights in ("int4", "int8"):
         bundles.append(str(tmp_path / weights))
-        export(checkpoint, Path(bundles[-1]), ExportOptions(weights=weights, certificate_seconds=None))
+        export(checkpoint, Path(bundles[-1]), uncertified(weights=weights))
     common = ["--text", str(text), "--reference", str(checkpoint)]
     sizes, layers = tmp_path / "sizes.png", tmp_path / "layers.png"
 
@@ -149,7 +146,7 @@ def test_a_checkpoint_as_the_reference_is_run_in_fp32_throughout(
     text.write_text("The tide comes in twice a day, and twice a day it leaves. " * 4, encoding="utf-8")
     distances = []
     for cache_type in ("f32", "f16"):
-        export(checkpoint, tmp_path / cache_type, ExportOptions(weights="fp32", cache_type=cache_type))
+        export(checkpoint, tmp_path / cache_type, uncertified(weights="fp32", cache_type=cache_type))
         arguments = ["eval", tmp_path / cache_type, "--text", text, "--reference", checkpoint, "--json"]
         assert main([str(argument) for argument in arguments]) == 0
         distances.append(json.loads(capsys.readouterr().out)["mean_kl"])

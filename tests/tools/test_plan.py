@@ -6,8 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from exporting import uncertified
 
-from pagelet.exporter import ExportOptions, export
+from pagelet.exporter import export
 from pagelet.exporter.options import WEIGHTS
 from pagelet.models.cache import CACHE_TYPES, cache_bytes_per_token
 from pagelet.models.errors import UnsupportedError
@@ -59,7 +60,7 @@ def test_the_plan_of_a_bundle_is_the_bundle(smollm2_int4: Path) -> None:
 def test_the_plan_of_every_weight_type_is_its_bundle(
     weights: str, make_llama: Callable[..., Path], tmp_path: Path
 ) -> None:
-    manifest = export(make_llama(), tmp_path / "b", ExportOptions(weights=weights))
+    manifest = export(make_llama(), tmp_path / "b", uncertified(weights=weights))
     stored = sum(entry.bytes for entry in manifest.tensors.values())
     norms = sum(4 * shape[0] for _, shape in manifest.spec.weight_shapes() if len(shape) == 1)
     assert weight_bytes(manifest.spec, weights) == stored + norms
@@ -127,7 +128,7 @@ def test_command_line_from_a_config_alone(tmp_path: Path, capsys: pytest.Capture
 def test_a_bundle_is_planned_as_it_is(
     make_llama: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    export(make_llama(), tmp_path / "b", ExportOptions(weights="fp8", cache_type="int8"))
+    export(make_llama(), tmp_path / "b", uncertified(weights="fp8", cache_type="int8"))
     for given, expected in ([], ("fp8", "int8")), (["--weights", "fp32", "--kv", "f16"], ("fp32", "f16")):
         assert main(["plan", str(tmp_path / "b"), "--memory", "1GiB", "--json", *given]) == 0
         made = json.loads(capsys.readouterr().out)

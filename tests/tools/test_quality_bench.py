@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from exporting import uncertified
 
 from pagelet.exporter import ExportOptions, export
 from pagelet.models.errors import InputError, PageletError
@@ -76,7 +77,7 @@ def test_chosen_by_name_and_by_pattern() -> None:
 
 def test_bits_per_weight_by_hand(checkpoint: Path, tmp_path: Path) -> None:
     """An int4 group of 32 with scale and minimum takes 20 bytes, one of int8 with its scale 34."""
-    manifest = export(checkpoint, tmp_path / "b", ExportOptions(certificate_seconds=None))
+    manifest = export(checkpoint, tmp_path / "b", uncertified())
     hidden, inner, vocab, layers = 64, 96, 320, 2
     in_layers = layers * (hidden * (64 + 32 + 32) + hidden * hidden + 3 * hidden * inner)
     tables = vocab * hidden * 2  # the embedding and an untied head

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from exporting import uncertified
 
-from pagelet.exporter import ExportOptions, export
+from pagelet.exporter import export
 from pagelet.models.errors import PageletError
 from pagelet.runtime import EngineConfig
 from pagelet.runtime.speculation import speculator
@@ -27,7 +28,7 @@ CONFIG = EngineConfig(threads=1, kv_memory="1MiB", prefix_cache=False, speculate
 @pytest.fixture(scope="module")
 def bundle(make_llama: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("scripted") / "tiny"
-    export(make_llama(), folder, ExportOptions())
+    export(make_llama(), folder, uncertified())
     return folder
 
 

@@ -4,15 +4,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from exporting import uncertified
 
-from pagelet.exporter import ExportOptions, export
+from pagelet.exporter import export
 from pagelet.runtime import Engine, EngineConfig
 from pagelet.tools.soak import Soak, soak
 
 
 @pytest.fixture
 def engine(make_llama: Callable[..., Path], tmp_path: Path) -> Iterator[Engine]:
-    export(make_llama(), tmp_path / "b", ExportOptions(block_size=8))
+    export(make_llama(), tmp_path / "b", uncertified(block_size=8))
     with Engine.open(tmp_path / "b", EngineConfig(kv_memory="160KiB", max_step_tokens=64)) as engine:
         yield engine
 

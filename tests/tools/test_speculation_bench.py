@@ -6,8 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from exporting import uncertified
 
-from pagelet.exporter import ExportOptions, export
+from pagelet.exporter import export
 from pagelet.models.errors import InputError
 from pagelet.runtime import Engine, EngineConfig
 from pagelet.tools.speculation_bench import Pair, Result, Run, Spread, main, measure, plot, results, table
@@ -20,7 +21,7 @@ NEWS = "\n".join(["too short", *(" ".join(f"word{n}" for n in range(m, m + 200))
 def bundle(make_llama: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("speculation") / "tiny"
     # A prompt's bytes are its tokens here, 1,700 at most.
-    export(make_llama(max_position_embeddings=2048), folder, ExportOptions())
+    export(make_llama(max_position_embeddings=2048), folder, uncertified())
     return folder
 
 
@@ -136,7 +137,7 @@ def test_the_engines_take_turns(bundle: Path) -> None:
 
 def test_a_text_that_differs_is_found(bundle: Path, make_llama: Callable[..., Path], tmp_path: Path) -> None:
     """Another model stands for an engine whose guesses change the text."""
-    export(make_llama(seed=1), tmp_path / "other", ExportOptions())
+    export(make_llama(seed=1), tmp_path / "other", uncertified())
     workload = Workload("copy", (Task([5, 6, 7], 8),))
     config = EngineConfig(threads=1, kv_memory="1MiB")
     with Engine.open(bundle, config) as one, Engine.open(tmp_path / "other", config) as other:

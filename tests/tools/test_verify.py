@@ -2,20 +2,16 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from certified import swap_layers, write_certified
 
 from pagelet.exporter import ExportOptions
 from pagelet.models.manifest import MANIFEST_NAME
 from pagelet.tools.cli import main
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests of three folders share certified.py
-
-from certified import swap_layers, write_certified
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from exporting import uncertified
 
-from pagelet.exporter import ExportOptions, export
+from pagelet.exporter import export
 from pagelet.models.errors import InputError
 from pagelet.tools.waste import TraceRequest, read_trace, replay, simulate
 
@@ -41,7 +42,7 @@ def test_one_sequence_by_hand() -> None:
 
 
 def test_a_real_engine_wastes_little_too(make_llama: Callable[..., Path], tmp_path: Path) -> None:
-    export(make_llama(), tmp_path / "b", ExportOptions(block_size=16))
+    export(make_llama(), tmp_path / "b", uncertified(block_size=16))
     # Long enough that samples fall into it: some hundred steps.
     requests = [TraceRequest(0.001 * n, 200 + n, 250) for n in range(8)]
     assert 0.9 < replay(tmp_path / "b", requests) <= 1

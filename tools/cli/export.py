@@ -1,15 +1,21 @@
 """`pagelet export`: a checkpoint goes in, a bundle comes out."""
 
 import argparse
+import contextlib
 import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from pagelet.models.cache import CACHE_TYPES
+from pagelet.models.certificate import load_certificate
 from pagelet.models.errors import InputError, PageletError
-from pagelet.models.manifest import Manifest
+from pagelet.models.manifest import Manifest, TensorEntry
 
 # As the exporter has them, which is imported only when it runs.
+QUANTIZERS = ("rtn", "awq", "gptq", "auto")
 WEIGHTS = ("int4", "int8", "fp8", "fp16", "bf16", "fp32")
 
 
@@ -34,6 +40,12 @@ def add_parsers(commands: Any) -> None:
         choices=("int8", "int4"),
         help="int4: bits of the embedding table and the head; default: int8",
     )
+    parser.add_argument(
+        "--block-scales",
+        action="store_true",
+        help="fp8: a scale for each block of 128 outputs and 128 inputs",
+    )
+    _add_quantizer(parser)
     parser.add_argument("--target", choices=("cpu",), default="cpu", help="default: %(default)s")
     parser.add_argument(
         "--kv",
@@ -51,32 +63,100 @@ def add_parsers(commands: Any) -> None:
     parser.add_argument(
         "--block-size", type=int, default=32, metavar="N", help="tokens of a KV block; default: 32"
     )
-    parser.add_argument("--force", action="store_true", help="replace an existing bundle")
+    _add_certificate(parser)
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="replace an existing bundle; keep one that is further from the original than --max-kl",
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(run=run)
 
 
+def _add_quantizer(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--quantizer",
+        choices=QUANTIZERS,
+        default="rtn",
+        help="int4, int8: rtn rounds to the nearest; awq and gptq look at a text's activations; auto (int4) "
+        "also spends --bits-per-weight where they help most. Default: %(default)s",
+    )
+    parser.add_argument(
+        "--bits-per-weight", type=float, metavar="X", help="auto: of all matrices together; default: 4.5"
+    )
+    parser.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="awq, gptq, auto: a UTF-8 text to look at, of the kind that the model will read; default: texts "
+        "that come with pagelet",
+    )
+    parser.add_argument(
+        "--calibration-tokens", type=int, default=16_384, metavar="N", help="at most; default: %(default)s"
+    )
+    parser.add_argument(
+        "--desc-act",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="gptq, auto: round the columns with the largest activations first (default)",
+    )
+
+
+def _add_certificate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--certificate-seconds",
+        type=float,
+        metavar="S",
+        help="about how long the bundle is compared with the original at the end; default: 60",
+    )
+    parser.add_argument(
+        "--no-certificate", action="store_true", help="do not compare; the bundle says that nothing is proven"
+    )
+    parser.add_argument(
+        "--max-kl",
+        type=float,
+        metavar="NATS",
+        help="stop above this mean KL divergence from the original; default: 0.5 (int4), 0.05 (int8), "
+        "0.1 (fp8)",
+    )
+
+
 def run(args: argparse.Namespace) -> None:
-    _check_int4_options(args)
+    _check(args)
     export, options_type, bar = _exporter()
+    seconds = 60.0 if args.certificate_seconds is None else args.certificate_seconds
     options = options_type(
         weights=args.weights,
         group_size=args.group_size,
         symmetric=args.symmetric,
+        block_scales=args.block_scales,
+        quantizer=args.quantizer,
+        bits_per_weight=args.bits_per_weight,
+        calibration=args.calibration,
+        calibration_tokens=args.calibration_tokens,
+        desc_act=args.desc_act,
         embedding=args.embedding or "int8",
         target=args.target,
         cache_type=args.kv,
         max_context=args.max_context,
         layers=args.layers,
         block_size=args.block_size,
+        certificate_seconds=None if args.no_certificate else seconds,
+        max_kl=args.max_kl,
         force=args.force,
     )
-    with bar("export", "tensor") as on_progress:
-        manifest = export(args.source, args.out, options, on_progress=on_progress)
+    with _told_to_go_on(), bar("export", "step") as on_progress:
+        manifest = export(
+            args.source,
+            args.out,
+            options,
+            on_progress=on_progress,
+            on_note=lambda note: print(f"note: {note}", file=sys.stderr),
+        )
     print(json.dumps(manifest.to_json(), indent=1) if args.json else summary(args.out, manifest))
 
 
-def _check_int4_options(args: argparse.Namespace) -> None:
+def _check(args: argparse.Namespace) -> None:
     """Nothing that was asked for is ignored in silence."""
     given = {
         "--embedding": args.embedding,
@@ -86,6 +166,20 @@ def _check_int4_options(args: argparse.Namespace) -> None:
     if args.weights != "int4" and any(given.values()):
         names = ", ".join(name for name, value in given.items() if value)
         raise InputError(f"{names} belongs to --weights int4, not to {args.weights}: leave it out.")
+    if args.quantizer == "auto" and (args.embedding or args.group_size):
+        raise InputError("the quantizer auto chooses groups and the embedding's bits itself: leave them out.")
+    if args.no_certificate and (args.certificate_seconds is not None or args.max_kl is not None):
+        raise InputError("--no-certificate measures nothing: leave --certificate-seconds and --max-kl out.")
+
+
+@contextlib.contextmanager
+def _told_to_go_on() -> Iterator[None]:
+    """Whoever stops an export is told that its work is kept."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("pagelet: the same command goes on at the layer where it stopped", file=sys.stderr)
+        raise
 
 
 def _exporter() -> tuple[Any, Any, Any]:
@@ -99,11 +193,35 @@ def _exporter() -> tuple[Any, Any, Any]:
 
 
 def summary(out: Path, manifest: Manifest) -> str:
-    """What was made, in two lines."""
+    """What was made, and what it cost, in a few lines."""
     size = sum(entry.bytes for entry in manifest.files.values())
-    exact = sum(entry.exact for entry in manifest.tensors.values())
-    lines = [f"{out}: {manifest.spec.architecture}, {manifest.quantization.weights}, {size / 1e6:.1f} MB"]
+    entries = manifest.tensors.values()
+    bits = (
+        8 * sum(entry.bytes for entry in entries) / sum(entry.shape[0] * entry.shape[1] for entry in entries)
+    )
+    kind = manifest.quantization.weights
+    lines = [f"{out}: {manifest.spec.architecture}, {kind}, {size / 1e6:.1f} MB, {bits:.2f} bits per weight"]
+    exact = sum(entry.exact for entry in entries)
     if exact:
-        total = len(manifest.tensors)
-        lines.append(f"{exact} of {total} matrices are the checkpoint's own numbers, unchanged")
+        lines.append(f"{exact} of {len(entries)} matrices are the checkpoint's own numbers, unchanged")
+    if manifest.quantization.quantizer == "auto":
+        counts = Counter(map(_storage, entries))
+        lines.append("plan: " + ", ".join(f"{count} x {name}" for name, count in counts.most_common()))
+    certificate = load_certificate(out, manifest)
+    if certificate is None:
+        lines.append("not compared with the original (--no-certificate)")
+    else:
+        quality = certificate.quality
+        lines.append(
+            f"perplexity {quality.reference_perplexity:.2f} before, {quality.perplexity:.2f} after; KL "
+            f"divergence {quality.mean_kl:.4f} nats (99% below {quality.p99_kl:.3f}); the same first choice "
+            f"for {quality.top1_agreement:.1%} of {quality.tokens} tokens"
+        )
+        if certificate.forced:
+            lines.append(f"kept by --force although the limit is {certificate.max_kl:g} nats")
     return "\n".join(lines)
+
+
+def _storage(entry: TensorEntry) -> str:
+    form = "" if entry.type != "int4" else " symmetric" if entry.symmetric else " with minimum"
+    return f"{entry.type}{form}, groups of {entry.group_size}"

@@ -23,11 +23,27 @@ def relative_error(ours: Float32, reference: Float32, scale: Float32 | None = No
 
 
 def log_softmax(logits: Float32) -> Float32:
-    """Row-wise log-probabilities [T, vocab]; the sum runs in float64."""
+    """Row-wise log-probabilities float32 [T, vocab]; the sum runs in float64."""
     shifted = logits - logits.max(axis=1, keepdims=True)
     total = np.exp(shifted).sum(axis=1, keepdims=True, dtype=np.float64)
     result: Float32 = shifted - np.log(total).astype(np.float32)
     return result
+
+
+def token_losses(log_probabilities: Float32, targets: NDArray[np.int64]) -> Float64:
+    """Negative log-probabilities [T], in nats, of the tokens [T] that did follow."""
+    losses: Float64 = -np.take_along_axis(log_probabilities, targets[:, None], 1)[:, 0].astype(np.float64)
+    return losses
+
+
+def kl_divergence(reference: Float32, ours: Float32) -> Float64:
+    """From `reference` to `ours`, log-probabilities float32 [T, vocab], in nats, float64 [T].
+
+    Never negative: what rounding puts below zero is zero.
+    """
+    divergences: Float64 = (np.exp(reference) * (reference - ours)).sum(axis=1, dtype=np.float64)
+    np.maximum(divergences, 0, out=divergences)
+    return divergences
 
 
 @dataclass
@@ -43,22 +59,22 @@ class LogitsDistance:
         """Logits [T, vocab] of both, and the tokens [T] that did follow."""
         for start in range(0, len(targets), _ROWS):
             rows = slice(start, start + _ROWS)
-            self._add(log_softmax(ours[rows]), log_softmax(reference[rows]), targets[rows, None])
+            self._add(log_softmax(ours[rows]), log_softmax(reference[rows]), targets[rows])
 
     def _add(self, ours: Float32, reference: Float32, targets: NDArray[np.int64]) -> None:
-        self._losses.append(-np.take_along_axis(ours, targets, 1)[:, 0].astype(np.float64))
-        self._reference_losses.append(-np.take_along_axis(reference, targets, 1)[:, 0].astype(np.float64))
-        kl = (np.exp(reference) * (reference - ours)).sum(axis=1, dtype=np.float64)
-        self._kls.append(np.maximum(kl, 0))  # what is below is rounding
-        self._agrees.append(ours.argmax(1) == reference.argmax(1))
+        self._losses.append(token_losses(ours, targets))
+        self._reference_losses.append(token_losses(reference, targets))
+        self._kls.append(kl_divergence(reference, ours))
+        self._agrees.append(ours.argmax(axis=1) == reference.argmax(axis=1))
 
     def quality(self) -> Quality:
+        """Over all rows so far, at least one."""
         kl = np.concatenate(self._kls)
         return Quality(
-            len(kl),
-            float(np.exp(np.concatenate(self._losses).mean())),
-            float(np.exp(np.concatenate(self._reference_losses).mean())),
-            float(kl.mean()),
-            float(np.quantile(kl, 0.99)),
-            float(np.concatenate(self._agrees).mean()),
+            tokens=len(kl),
+            perplexity=float(np.exp(np.concatenate(self._losses).mean())),
+            reference_perplexity=float(np.exp(np.concatenate(self._reference_losses).mean())),
+            mean_kl=float(kl.mean()),
+            p99_kl=float(np.quantile(kl, 0.99)),
+            top1_agreement=float(np.concatenate(self._agrees).mean()),
         )
