@@ -25,10 +25,10 @@ def new_bundle(
         InputError: `out` exists and is not to be replaced, or is no bundle, or cannot be made.
     """
     out = Path(os.path.abspath(out))  # noqa: PTH100  (resolve() would follow a link that is to be replaced)
-    _check_destination(out, force)
     folder = out.parent / f".{out.name}.partial-{os.getpid()}"
     try:
-        _sweep(out, folder, resumes)
+        _sweep(out, folder, resumes)  # first: it may put a bundle back at `out`
+        _check_destination(out, force)
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(

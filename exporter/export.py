@@ -12,9 +12,10 @@ from pagelet.exporter.calibration.corpus import calibration_texts
 from pagelet.exporter.checkpoint import open_checkpoint
 from pagelet.exporter.early_exit import exit_after
 from pagelet.exporter.formats import choose_formats, describe
-from pagelet.exporter.graph import CacheFormat, build_graph
+from pagelet.exporter.graph import build_graph
+from pagelet.exporter.job import Job, OnNote, OnProgress, silent
 from pagelet.exporter.layerwise import Part
-from pagelet.exporter.model_weights import OnNote, OnProgress, write_weights
+from pagelet.exporter.model_weights import write_weights
 from pagelet.exporter.options import ExportOptions
 from pagelet.exporter.proof import prove
 from pagelet.exporter.quantize.auto import spend_budget
@@ -30,17 +31,13 @@ from pagelet.models.text import Tokenizer
 GRAPH_NAME = "model.onnx"
 
 
-def _silent(*_: object) -> None:
-    """Progress and notes for callers who want none."""
-
-
 def export(
     source: Path,
     out: Path,
     options: ExportOptions | None = None,
     *,
-    on_progress: OnProgress = _silent,
-    on_note: OnNote = _silent,
+    on_progress: OnProgress = silent,
+    on_note: OnNote = silent,
 ) -> Manifest:
     """Export a checkpoint (a Hugging Face folder or a GGUF file) into the bundle folder `out`.
 
@@ -60,23 +57,20 @@ def export(
         spec = _limited(checkpoint.spec, options.max_context)
         if options.layers is not None:
             spec = exit_after(checkpoint, spec, options.layers)
-        cache = CacheFormat(options.block_size, options.cache_type)
         with new_bundle(out, force=options.force, resumes=lambda left: resumes(left, key)) as folder:
+            job = Job(checkpoint, spec, options, folder, key, on_progress, on_note)
             text, generation = write_text_files(checkpoint, folder)
             tokenizer = Tokenizer.open(folder, text)
             texts = calibration_texts(options, tokenizer)
             formats = choose_formats(options, checkpoint)
             if options.quantizer == "auto":
-                formats = spend_budget(checkpoint, spec, texts, cache, options, folder, key, on_progress)
-            with closing(open_quantizer(checkpoint, spec, formats, texts, cache, options)) as quantizer:
-                weights = write_weights(
-                    checkpoint, spec, formats, quantizer, folder, key, on_progress, on_note
-                )
+                formats = spend_budget(job, texts)
+            with closing(open_quantizer(job, formats, texts)) as quantizer:
+                weights = write_weights(job, formats, quantizer)
+            ir.save(build_graph(spec, weights, job.cache, folder), folder / GRAPH_NAME)
+            certificate = prove(job, Part(spec, weights, folder), tokenizer, folder / GRAPH_NAME)
             for note in (*checkpoint.notes, *quantizer.notes):
                 on_note(note)
-            ir.save(build_graph(spec, weights, cache, folder), folder / GRAPH_NAME)
-            part = Part(spec, weights, folder)
-            certificate = prove(checkpoint, part, cache, options, tokenizer, folder / GRAPH_NAME, on_progress)
             clear_progress(folder)
             manifest = Manifest(
                 spec=spec,

@@ -15,6 +15,7 @@ from pagelet.plugins.float_packing import FloatFormat
 
 Rounded = tuple[WeightFormat, Treatment]
 
+ORIGINAL_PREFIX = "pagelet-original-"
 # A checkpoint of 16 bits is held as it is: half the bytes, and the same numbers.
 _OWN_TYPES = {"F16": "f16", "BF16": "bf16"}
 
@@ -25,11 +26,13 @@ class Original:
     A context manager; closing it removes the folder. A part is valid until the next is asked for.
     """
 
-    def __init__(self, checkpoint: Checkpoint, spec: ModelSpec, max_context: int) -> None:
-        """`max_context`: tokens of the longest text that will be run."""
+    def __init__(
+        self, checkpoint: Checkpoint, spec: ModelSpec, max_context: int, inside: Path | None = None
+    ) -> None:
+        """`max_context`: tokens of the longest text that will be run; `inside`: where the folder is made."""
         self._checkpoint = checkpoint
         self._spec = replace(spec, max_context=max(max_context, 1))
-        self._home = tempfile.TemporaryDirectory(prefix="pagelet-original-")
+        self._home = tempfile.TemporaryDirectory(prefix=ORIGINAL_PREFIX, dir=inside)
 
     def embedding(self, rounded: Mapping[str, Rounded] | None = None) -> Part:
         return self._part([("embedding", ("embedding",))], [], rounded or {})

@@ -5,10 +5,8 @@ from pathlib import Path
 
 from pagelet.exporter.calibration.corpus import golden_prompts, held_out_texts
 from pagelet.exporter.certificate import certify
-from pagelet.exporter.checkpoint import Checkpoint
-from pagelet.exporter.graph import CacheFormat
+from pagelet.exporter.job import Job
 from pagelet.exporter.layerwise import Part
-from pagelet.exporter.model_weights import OnProgress
 from pagelet.exporter.options import ExportOptions
 from pagelet.models.certificate import CERTIFICATE_NAME, Certificate
 from pagelet.models.errors import UnfinishedError
@@ -18,45 +16,38 @@ from pagelet.models.text import Tokenizer
 _PROMPTS, _PROMPT_TOKENS = 4, 48
 
 
-def prove(
-    checkpoint: Checkpoint,
-    bundle: Part,
-    cache: CacheFormat,
-    options: ExportOptions,
-    tokenizer: Tokenizer,
-    graph: Path,
-    on_progress: OnProgress,
-) -> str:
+def prove(job: Job, bundle: Part, tokenizer: Tokenizer, graph: Path) -> str:
     """Certify a bundle whose graph is written; the certificate's file name, or "" where none was wanted.
 
     Raises:
         UnfinishedError: the bundle is further from the original than allowed, and `force` is not set.
         CheckpointError, BundleError: original or bundle compute NaN or infinity; the layer is named.
     """
+    options = job.options
     if options.certificate_seconds is None:
         return ""
     context = bundle.spec.max_context
     texts = held_out_texts(tokenizer, min(1024, context))
     prompts = golden_prompts(tokenizer, min(_PROMPT_TOKENS, context), _PROMPTS)
     certificate = certify(
-        checkpoint,
+        job.checkpoint,
         bundle,
-        cache,
+        job.cache,
         texts,
         prompts,
         graph=graph,
         seconds=options.certificate_seconds,
-        on_progress=on_progress,
+        on_progress=job.on_progress,
     )
     limit = options.kl_limit
     forced = not certificate.quality.mean_kl <= limit
     if forced and not options.force:
-        raise UnfinishedError(_refusal(certificate, options))
+        raise UnfinishedError(_refusal(certificate, options, graph.parent))
     replace(certificate, max_kl=limit, forced=forced).save(graph.parent)
     return CERTIFICATE_NAME
 
 
-def _refusal(certificate: Certificate, options: ExportOptions) -> str:
+def _refusal(certificate: Certificate, options: ExportOptions, folder: Path) -> str:
     quality = certificate.quality
     layers = ", ".join(f"{each.layer} ({each.error:.1%})" for each in certificate.worst_layers(3))
     better = "--quantizer gptq, a smaller --group-size" if options.weights == "int4" else "wider --weights"
@@ -65,5 +56,5 @@ def _refusal(certificate: Certificate, options: ExportOptions) -> str:
         f"nats, limit {options.kl_limit:g}; perplexity {quality.reference_perplexity:.2f} before, "
         f"{quality.perplexity:.2f} after; top-1 agreement {quality.top1_agreement:.1%}; layers with the "
         f"largest error: {layers}. Take {better}, raise --max-kl, or keep it with --force: what was "
-        "quantized is kept for the next try."
+        f"quantized waits in {folder.name} beside OUT for the next try."
     )

@@ -7,6 +7,7 @@ that belongs together; bytes of the weights file behind what is recorded are wri
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -19,6 +20,7 @@ from pagelet.exporter.checkpoint import Checkpoint
 from pagelet.exporter.formats import Formats
 from pagelet.exporter.layerwise import Float32
 from pagelet.exporter.options import ExportOptions
+from pagelet.exporter.original import ORIGINAL_PREFIX
 from pagelet.exporter.stacked_rows import WeightFormat
 from pagelet.exporter.weights import Linear, StoredTensor, StoredWeights
 from pagelet.models.manifest import TensorEntry
@@ -125,6 +127,8 @@ def clear_progress(folder: Path) -> None:
     """Leave nothing of it in a finished bundle."""
     for path in (*folder.glob("residual-*.npy"), folder / RESUME_NAME, folder / FORMATS_NAME):
         path.unlink(missing_ok=True)
+    for path in folder.glob(ORIGINAL_PREFIX + "*"):  # of one that was killed
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _residual(folder: Path, layers: int) -> Path:

@@ -154,8 +154,9 @@ class StackedRows:
         return math.sqrt(self._squared_error / self._squared) if self._squared else 0.0
 
     def _count_error(self, values: Float32, restored: Float32) -> None:
-        self._squared_error += float(np.square(values - restored).sum(dtype=np.float64))
-        self._squared += float(np.square(values).sum(dtype=np.float64))
+        # In float64: the square of a large weight is beyond float32.
+        self._squared_error += float(np.square(values - restored, dtype=np.float64).sum())
+        self._squared += float(np.square(values, dtype=np.float64).sum())
 
     def _check_shape(self) -> None:
         if self._interleaved and self.count % (2 * TILE_COLUMNS):

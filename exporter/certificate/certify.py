@@ -50,7 +50,8 @@ def certify(
     prompts = place(golden, spec.max_context)
     context = 1 + max(max(prompt.position_ids) for prompt in prompts)
     on_progress(0, total, "measuring")
-    with Original(checkpoint, spec, max(context, min(spec.max_context, 1024))) as original:
+    longest = max(context, min(spec.max_context, 1024))
+    with Original(checkpoint, spec, longest, bundle.folder) as original:
         extra = sum(len(prompt.token_ids) for prompt in prompts)
         budget = affordable_tokens(original, bundle, cache, seconds, extra, threads)
         pieces = held_out(texts, budget, spec.max_context)

@@ -1,17 +1,14 @@
 """`auto`: a bit budget, spent matrix by matrix where a few texts say that it helps most."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from pagelet.exporter.calibration.moments import Float64, LayerMoments, rms_norm
-from pagelet.exporter.checkpoint import Checkpoint
 from pagelet.exporter.formats import Formats
-from pagelet.exporter.graph import CacheFormat
+from pagelet.exporter.job import Job
 from pagelet.exporter.layerwise import Float32, Part
-from pagelet.exporter.options import ExportOptions
 from pagelet.exporter.original import Original
 from pagelet.exporter.quantize.allocation import Choice, allocate
 from pagelet.exporter.quantize.output_error import output_error
@@ -20,11 +17,9 @@ from pagelet.exporter.resume import load_formats, save_formats
 from pagelet.exporter.sensitivity import Sensitivity, Variant
 from pagelet.exporter.stacked_rows import Treatment, nearest, read_finite, sample_rows
 from pagelet.exporter.weights import layer_units, linear_units, stacked
-from pagelet.models.spec import ModelSpec
 from pagelet.plugins.packing import GROUP_SIZES, LinearFormat, dequantize
 
 DEFAULT_BITS = 4.5
-OnStep = Callable[[int, int, str], None]
 # Tokens that the costs are measured on, in so many texts: all matrices are measured on the same ones.
 NUM_TEXTS, TEXT_TOKENS = 2, 128
 # Rows that a format's error is measured on: its share of the matrix is scaled up.
@@ -45,38 +40,29 @@ class Measured:
         return [Choice(f, f.packed_bytes(width, rows), unit * error) for f, error in self.errors.items()]
 
 
-def spend_budget(
-    checkpoint: Checkpoint,
-    spec: ModelSpec,
-    texts: list[list[int]],
-    cache: CacheFormat,
-    options: ExportOptions,
-    folder: Path,
-    key: str,
-    on_step: OnStep,
-) -> Formats:
+def spend_budget(job: Job, texts: list[list[int]]) -> Formats:
     """Formats of all matrices within the bits per weight of all together, scales included.
 
-    What is found stays in `folder` for an export with the same `key` that goes on after a cut.
+    What is found stays in the folder for an export with the same key that goes on after a cut.
 
     Raises:
         InputError: a budget below the smallest formats.
         CheckpointError: a matrix that no group size divides.
     """
-    if (kept := load_formats(folder, key)) is not None:
+    if (kept := load_formats(job.folder, job.key)) is not None:
         return kept
-    measured = _Measuring(checkpoint, spec, texts, cache, options.symmetric, on_step).run()
+    measured = _Measuring(job, texts).run()
     sizes = {
-        module: stacked(checkpoint, module, roles, measured[module].basic)
-        for module, roles in linear_units(spec)
+        module: stacked(job.checkpoint, module, roles, measured[module].basic)
+        for module, roles in linear_units(job.spec)
     }
     choices = {m: measured[m].choices(rows.count, rows.width) for m, rows in sizes.items()}
     weights = sum(rows.count * rows.width for rows in sizes.values())
-    bits = options.bits_per_weight or DEFAULT_BITS
+    bits = job.options.bits_per_weight or DEFAULT_BITS
     chosen = allocate(choices, int(weights * bits / 8))
-    basic = LinearFormat(4, 32, asymmetric=not options.symmetric)
+    basic = LinearFormat(4, 32, asymmetric=not job.options.symmetric)
     formats = Formats(basic, basic, {module: choice.format for module, choice in chosen.items()})
-    save_formats(folder, key, formats)
+    save_formats(job.folder, job.key, formats)
     return formats
 
 
@@ -93,39 +79,30 @@ def candidates(width: int, symmetric: bool) -> Iterator[LinearFormat]:
 class _Measuring:
     """One walk through the model."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        spec: ModelSpec,
-        texts: list[list[int]],
-        cache: CacheFormat,
-        symmetric: bool,
-        on_step: OnStep,
-    ) -> None:
-        self._checkpoint = checkpoint
-        self._spec = spec
-        self._symmetric = symmetric
-        self._on_step = on_step
+    def __init__(self, job: Job, texts: list[list[int]]) -> None:
+        self._job = job
+        self._checkpoint = job.checkpoint
+        self._spec = job.spec
         self._basic = LinearFormat(4, 32, asymmetric=False)  # measured in both cases: never exact by chance
         self._texts = [text[:TEXT_TOKENS] for text in texts[:NUM_TEXTS]]
-        self._run = Sensitivity(self._texts, cache)
+        self._run = Sensitivity(self._texts, job.cache)
         self._errors: dict[str, dict[LinearFormat, float]] = {}
 
     def run(self) -> dict[str, Measured]:
         spec, total = self._spec, self._spec.num_layers + 2
         longest = max(map(len, self._texts))
         with (
-            Original(self._checkpoint, spec, longest) as original,
-            Original(self._checkpoint, spec, longest) as changed,
+            Original(self._checkpoint, spec, longest, self._job.folder) as original,
+            Original(self._checkpoint, spec, longest, self._job.folder) as changed,
         ):
-            self._on_step(0, total, "measure embedding")
+            self._job.on_progress(0, total, "measure embedding")
             table = {"embedding": (self._basic, nearest(self._basic))}
             variant = Variant("embedding", changed.embedding(table))
             self._run.embed(original.embedding(), [variant])
             for layer in range(spec.num_layers):
-                self._on_step(layer + 1, total, f"measure layers.{layer}")
+                self._job.on_progress(layer + 1, total, f"measure layers.{layer}")
                 self._layer(original.layer(layer), changed, layer)
-            self._on_step(total - 1, total, "measure head")
+            self._job.on_progress(total - 1, total, "measure head")
             normed = rms_norm(
                 self._run.output, read_finite(self._checkpoint, "final_norm.weight"), spec.norm_epsilon
             )
@@ -164,7 +141,7 @@ class _Measuring:
         share = basic.count / len(sample)
         importance = None if hessian is None else np.diag(hessian).astype(np.float32)
         errors = {}
-        for format in dict.fromkeys([self._basic, *candidates(basic.width, self._symmetric)]):
+        for format in dict.fromkeys([self._basic, *candidates(basic.width, self._job.options.symmetric)]):
             exact = stacked(self._checkpoint, module, roles, format).exact
             errors[format] = 0.0 if exact else share * _error(sample, format, importance, hessian)
         return errors

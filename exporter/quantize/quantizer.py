@@ -15,11 +15,9 @@ from typing import Protocol
 import numpy as np
 
 from pagelet.exporter.calibration.moments import Float64, LayerMoments, rms_norm
-from pagelet.exporter.checkpoint import Checkpoint
 from pagelet.exporter.formats import Formats
-from pagelet.exporter.graph import CacheFormat
+from pagelet.exporter.job import Job
 from pagelet.exporter.layerwise import Float32, Layerwise, Part, Texts
-from pagelet.exporter.options import ExportOptions
 from pagelet.exporter.original import Original
 from pagelet.exporter.quantize.awq import search_input_scales
 from pagelet.exporter.quantize.gptq import Gptq
@@ -27,7 +25,6 @@ from pagelet.exporter.quantize.rounding import round_to_nearest
 from pagelet.exporter.stacked_rows import PLAIN, Round, Treatment, nearest, read_finite, sample_rows
 from pagelet.exporter.weights import layer_units, stacked
 from pagelet.models.errors import CheckpointError
-from pagelet.models.spec import ModelSpec
 from pagelet.plugins.packing import LinearFormat
 
 # Rows that the search for scales looks at: they are alike enough.
@@ -67,25 +64,17 @@ class Quantizer(Protocol):
     def close(self) -> None: ...
 
 
-def open_quantizer(
-    checkpoint: Checkpoint,
-    spec: ModelSpec,
-    formats: Formats,
-    texts: list[list[int]],
-    cache: CacheFormat,
-    options: ExportOptions,
-) -> Quantizer:
-    """The quantizer that `options` names, to be closed; `texts`: token ids to calibrate on."""
+def open_quantizer(job: Job, formats: Formats, texts: list[list[int]]) -> Quantizer:
+    """The quantizer that the options name, to be closed; `texts`: token ids to calibrate on."""
+    options = job.options
     if not options.is_calibrated:
         return RoundToNearest(formats, fp8_blocks=options.block_scales)
     return Calibrated(
-        checkpoint,
-        spec,
+        job,
         formats,
-        Layerwise(Texts.of(texts), cache),
+        Layerwise(Texts.of(texts), job.cache),
         error_feedback=options.quantizer != "awq",
         scaling=options.quantizer == "awq",
-        desc_act=options.desc_act,
     )
 
 
@@ -118,25 +107,18 @@ class Calibrated:
     """`awq` and `gptq`."""
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        spec: ModelSpec,
-        formats: Formats,
-        layerwise: Layerwise,
-        *,
-        error_feedback: bool,
-        scaling: bool,
-        desc_act: bool = False,
+        self, job: Job, formats: Formats, layerwise: Layerwise, *, error_feedback: bool, scaling: bool
     ) -> None:
         """`error_feedback`: round as GPTQ does; `scaling`: fold AWQ's scales."""
-        self._checkpoint = checkpoint
-        self._spec = spec
+        self._checkpoint = job.checkpoint
+        self._spec = job.spec
         self._formats = formats
         self._layerwise = layerwise
         self._error_feedback = error_feedback
         self._scaling = scaling
-        self._desc_act = desc_act
-        self._original = Original(checkpoint, spec, max(layerwise.texts.lengths))
+        self._desc_act = job.options.desc_act
+        longest = max(layerwise.texts.lengths)
+        self._original = Original(job.checkpoint, job.spec, longest, job.folder)
         self.residual: Float32 | None = None
         self.notes: list[str] = []
 

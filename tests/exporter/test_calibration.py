@@ -36,7 +36,9 @@ from pagelet.models.text import Tokenizer
 MakeCheckpoint = Callable[..., Path]
 Float64 = NDArray[np.float64]
 LENGTHS = (1, 70, 33)
-TOKENS = [np.random.default_rng(seed).integers(2, 258, length).tolist() for seed, length in enumerate(LENGTHS)]
+TOKENS = [
+    np.random.default_rng(seed).integers(2, 258, length).tolist() for seed, length in enumerate(LENGTHS)
+]
 
 
 class Reference:
@@ -128,8 +130,12 @@ def expected_moments(reference: Reference, rows: slice) -> dict[str, Float64]:
     }
 
 
-@pytest.mark.parametrize("options", [{}, {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}])
-def test_moments_are_those_of_transformers_inputs(options: dict[str, Any], make_llama: MakeCheckpoint) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}]
+)
+def test_moments_are_those_of_transformers_inputs(
+    options: dict[str, Any], make_llama: MakeCheckpoint
+) -> None:
     source, layer = make_llama(**options), 1
     reference = Reference(source, layer, TOKENS)
     run = Layerwise(Texts.of(TOKENS), CacheFormat(32, "f32"))
@@ -140,7 +146,8 @@ def test_moments_are_those_of_transformers_inputs(options: dict[str, Any], make_
             name: checkpoint.read(f"layers.{layer}.{name}.weight") for name in ("attention.norm", "mlp.norm")
         }
         with Original(checkpoint, spec, max(LENGTHS)) as original:
-            residual = run.layer(original.layer(0), 0, run.embed(original.embedding()))
+            residual = run.embed(original.embedding())
+            residual = run.layer(original.layer(0), 0, residual)
             run.layer(original.layer(layer), layer, residual, lambda *told: taps.append(told))
     (values, lengths), first = taps[0], sum(LENGTHS[:2])
     assert len(taps) == 1

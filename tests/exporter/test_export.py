@@ -41,9 +41,8 @@ def test_the_manifest_describes_the_bundle(make_llama: MakeCheckpoint, tmp_path:
 
 def test_two_exports_are_equal(make_llama: MakeCheckpoint, tmp_path: Path) -> None:
     checkpoint = make_llama()
-    assert export(checkpoint, tmp_path / "a", uncertified()) == export(
-        checkpoint, tmp_path / "b", uncertified()
-    )
+    first, second = (export(checkpoint, tmp_path / name, uncertified()) for name in "ab")
+    assert first == second
 
 
 def test_gguf_blocks_pass_through_unchanged(smollm2_gguf: Path, smollm2_int4: Path) -> None:
@@ -135,8 +134,11 @@ def test_options_are_checked(wrong: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_export_leaves_nothing(kind: signal.Signals, tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "checkpoint", replace(SHAPES["100m"], num_layers=24))
+def test_an_export_interrupted_in_its_first_layer_leaves_nothing(
+    kind: signal.Signals, tmp_path: Path
+) -> None:
+    """Once a layer is written the next export goes on behind it: test_resume."""
+    write_checkpoint(tmp_path / "checkpoint", replace(SHAPES["100m"], num_layers=4))
     command = [
         sys.executable,
         "-c",
@@ -152,12 +154,12 @@ def test_an_interrupted_export_leaves_nothing(kind: signal.Signals, tmp_path: Pa
     os.kill(child.pid, kind)
     _, said = child.communicate()
     assert child.returncode == 130
-    assert said == "pagelet: stopped\n"
+    assert said.endswith("pagelet: stopped\n")
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
 def test_memory_does_not_depend_on_the_models_size(tmp_path: Path) -> None:
-    """Twice the layers, the same peak; and within three of the largest tensor in f32 plus 300 MB."""
+    """Six times the layers, the same peak; and within three of the largest tensor in f32 plus 300 MB."""
     code = (
         "import sys; from pathlib import Path; from pagelet.exporter import ExportOptions, export\n"
         "from pagelet.tools.memory import peak_rss\n"
@@ -165,7 +167,7 @@ def test_memory_does_not_depend_on_the_models_size(tmp_path: Path) -> None:
         "print(peak_rss())"
     )
     peaks = []
-    for layers in (4, 24):
+    for layers in (2, 12):
         spec = replace(SHAPES["100m"], num_layers=layers)
         write_checkpoint(tmp_path / f"c{layers}", spec)
         arguments = [str(tmp_path / f"c{layers}"), str(tmp_path / f"b{layers}")]
@@ -173,6 +175,6 @@ def test_memory_does_not_depend_on_the_models_size(tmp_path: Path) -> None:
             [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True
         )
         peaks.append(int(re.findall(r"\d+", done.stdout)[-1]))
-    # 20 layers more are 283 MB in bf16 and 566 MB in f32; what may grow is the graph, a few kilobytes.
+    # 10 layers more are 141 MB in bf16 and 283 MB in f32; what may grow is the graph, a few kilobytes.
     assert peaks[1] - peaks[0] < 30 << 20
     assert peaks[1] < 3 * 4 * 32_000 * 768 + (300 << 20)

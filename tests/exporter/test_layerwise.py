@@ -17,6 +17,7 @@ from pagelet.exporter import ExportOptions, export
 from pagelet.exporter.checkpoint import open_checkpoint
 from pagelet.exporter.formats import Formats, choose_formats
 from pagelet.exporter.graph import CacheFormat
+from pagelet.exporter.job import Job
 from pagelet.exporter.layerwise import BATCH_TOKENS, LOGITS_ROWS, TAPS, Layerwise, Part, Texts
 from pagelet.exporter.model_weights import write_weights
 from pagelet.exporter.original import Original
@@ -37,12 +38,12 @@ TOLERANCE = 2e-3
 def write_part(source: Path, folder: Path, options: ExportOptions) -> Part:
     """The weights that an export writes, as a part; rounded to nearest."""
     folder.mkdir()
-    cache = CacheFormat(options.block_size, options.cache_type)
     with open_checkpoint(source) as checkpoint:
         formats: Formats = choose_formats(options, checkpoint)
-        with closing(open_quantizer(checkpoint, checkpoint.spec, formats, [], cache, options)) as quantizer:
+        job = Job(checkpoint, checkpoint.spec, options, folder)
+        with closing(open_quantizer(job, formats, [])) as quantizer:
             spec = checkpoint.spec
-            stored = write_weights(checkpoint, spec, formats, quantizer, folder, "key", lambda *step: None)
+            stored = write_weights(job, formats, quantizer)
     return Part(spec, stored, folder)
 
 
@@ -150,9 +151,7 @@ def run_original(original: Original, spec: ModelSpec, run: Layerwise) -> tuple[l
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(
-    ("dtype", "kept"), [("float32", "f32"), ("bfloat16", "bf16"), ("float16", "f16")]
-)
+@pytest.mark.parametrize(("dtype", "kept"), [("float32", "f32"), ("bfloat16", "bf16"), ("float16", "f16")])
 def test_the_original_gives_transformers_numbers(
     dtype: str, kept: str, tied: bool, make_llama: MakeCheckpoint
 ) -> None:
