@@ -61,7 +61,7 @@ class ExportOptions:
     quantizer: str = "rtn"
     bits_per_weight: float | None = None
     calibration: Path | None = None
-    calibration_tokens: int = 16_384
+    calibration_tokens: int = 8_192
     desc_act: bool = True
     embedding: str = "int8"
     target: str = "cpu"

@@ -92,7 +92,7 @@ def _add_quantizer(parser: argparse.ArgumentParser) -> None:
         "that come with pagelet",
     )
     parser.add_argument(
-        "--calibration-tokens", type=int, default=16_384, metavar="N", help="at most; default: %(default)s"
+        "--calibration-tokens", type=int, default=8_192, metavar="N", help="at most; default: %(default)s"
     )
     parser.add_argument(
         "--desc-act",
