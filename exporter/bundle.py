@@ -25,7 +25,7 @@ def new_bundle(
         InputError: `out` exists and is not to be replaced, or is no bundle, or cannot be made.
     """
     out = Path(os.path.abspath(out))  # noqa: PTH100  (resolve() would follow a link that is to be replaced)
-    folder = out.parent / f".{out.name}.partial-{os.getpid()}"
+    folder = partial_folder(out)
     try:
         _sweep(out, folder, resumes)  # first: it may put a bundle back at `out`
         _check_destination(out, force)
@@ -48,6 +48,11 @@ def new_bundle(
                 f"writing {out} failed: {error.strerror or error}. Nothing was left behind."
             ) from error
         raise
+
+
+def partial_folder(out: Path) -> Path:
+    """Where this process writes the bundle `out` until it is whole."""
+    return out.parent / f".{out.name}.partial-{os.getpid()}"
 
 
 def file_entries(folder: Path, weights: frozenset[str]) -> dict[str, FileEntry]:

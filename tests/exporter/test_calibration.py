@@ -264,7 +264,7 @@ def test_built_in_texts_come_in_windows_up_to_the_number(
 def test_every_kind_has_its_turn(template: str | None, first: str, open_tokenizer: OpenTokenizer) -> None:
     """Prose, conversations, code and other languages, again and again."""
     tokenizer = open_tokenizer(template)
-    windows = calibration_texts(ExportOptions(quantizer="awq"), tokenizer)
+    windows = calibration_texts(ExportOptions(quantizer="awq", calibration_tokens=16_384), tokenizer)
     assert len(windows) == 32
     for kind, name in ((0, "english.txt"), (2, "code.txt"), (3, "multilingual.txt")):
         stream = [token for p in passages(name) for token in tokenizer.encode(p + "\n")]

@@ -158,23 +158,28 @@ def test_an_export_interrupted_in_its_first_layer_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
-def test_memory_does_not_depend_on_the_models_size(tmp_path: Path) -> None:
-    """Six times the layers, the same peak; and within three of the largest tensor in f32 plus 300 MB."""
+def peak_of_an_export(folder: Path, num_layers: int, weights: str) -> int:
+    """Bytes, of a process of its own."""
     code = (
         "import sys; from pathlib import Path; from pagelet.exporter import ExportOptions, export\n"
         "from pagelet.tools.memory import peak_rss\n"
-        "export(Path(sys.argv[1]), Path(sys.argv[2]), ExportOptions(certificate_seconds=None))\n"
-        "print(peak_rss())"
+        "options = ExportOptions(weights=sys.argv[3], certificate_seconds=None)\n"
+        "export(Path(sys.argv[1]), Path(sys.argv[2]), options); print(peak_rss())"
     )
-    peaks = []
-    for layers in (2, 12):
-        spec = replace(SHAPES["100m"], num_layers=layers)
-        write_checkpoint(tmp_path / f"c{layers}", spec)
-        arguments = [str(tmp_path / f"c{layers}"), str(tmp_path / f"b{layers}")]
-        done = subprocess.run(
-            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True
-        )
-        peaks.append(int(re.findall(r"\d+", done.stdout)[-1]))
+    checkpoint, out = folder / f"c{num_layers}", folder / f"{weights}-{num_layers}"
+    write_checkpoint(checkpoint, replace(SHAPES["100m"], num_layers=num_layers))
+    command = [sys.executable, "-c", code, str(checkpoint), str(out), weights]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(re.findall(r"\d+", done.stdout)[-1])
+
+
+def test_memory_does_not_depend_on_the_number_of_layers(tmp_path: Path) -> None:
+    few, many = (peak_of_an_export(tmp_path, num_layers, "int8") for num_layers in (2, 12))
     # 10 layers more are 141 MB in bf16 and 283 MB in f32; what may grow is the graph, a few kilobytes.
-    assert peaks[1] - peaks[0] < 30 << 20
-    assert peaks[1] < 3 * 4 * 32_000 * 768 + (300 << 20)
+    assert many - few < 30 << 20
+
+
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+def test_memory_is_near_one_tensors(weights: str, tmp_path: Path) -> None:
+    """Within three of the largest tensor in f32 plus 300 MB."""
+    assert peak_of_an_export(tmp_path, 1, weights) < 3 * 4 * 32_000 * 768 + (300 << 20)

@@ -34,7 +34,7 @@ def cost(
     return float(output_error(weight, restored, hessian).sum())
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from(FORMATS))
 def test_scales_are_bounded_and_never_worse_than_none(seed: int, format: LinearFormat) -> None:
     weight, hessian = problem(seed)

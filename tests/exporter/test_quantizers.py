@@ -235,22 +235,23 @@ def divergence(
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("quantizer", "options"),
     [
-        {"symmetric": True, "group_size": 64},
-        {"embedding": "int4"},
+        ("gptq", {"symmetric": True, "group_size": 64}),
+        ("gptq", {"embedding": "int4"}),
+        ("awq", {"embedding": "int4"}),
     ],
 )
-@pytest.mark.parametrize("quantizer", ["gptq", "awq"])
 def test_activations_bring_it_nearer(
     quantizer: str, options: dict[str, Any], divergence: Callable[..., float]
 ) -> None:
-    assert 0 < divergence(quantizer, **options) < divergence("rtn", **options)
+    # Seen: 0.02 to 0.3.
+    assert 0 < divergence(quantizer, **options) < 0.6 * divergence("rtn", **options)
 
 
 def test_order_of_activations_is_a_choice(divergence: Callable[..., float]) -> None:
     options = {"symmetric": True, "group_size": 64}
-    assert divergence("gptq", desc_act=False, **options) < divergence("rtn", **options)
+    assert divergence("gptq", desc_act=False, **options) < 0.6 * divergence("rtn", **options)
 
 
 def test_auto_is_nearer_in_as_many_bits(divergence: Callable[..., float]) -> None:

@@ -145,7 +145,7 @@ def run(args: argparse.Namespace) -> None:
         max_kl=args.max_kl,
         force=args.force,
     )
-    with _told_to_go_on(), bar("export", "step") as on_progress:
+    with _told_to_go_on(args.out), bar("export", "step") as on_progress:
         manifest = export(
             args.source,
             args.out,
@@ -173,12 +173,15 @@ def _check(args: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def _told_to_go_on() -> Iterator[None]:
-    """Whoever stops an export is told that its work is kept."""
+def _told_to_go_on(out: Path) -> Iterator[None]:
+    """Whoever stops an export is told where its work is kept."""
     try:
         yield
     except KeyboardInterrupt:
-        print("pagelet: the same command goes on at the layer where it stopped", file=sys.stderr)
+        from pagelet.exporter.bundle import partial_folder
+
+        if (kept := partial_folder(out.absolute())).is_dir():
+            print(f"pagelet: the same command goes on with what is in {kept}", file=sys.stderr)
         raise
 
 
