@@ -29,6 +29,8 @@ def new_bundle(
     try:
         _sweep(out, folder, resumes)  # first: it may put a bundle back at `out`
         _check_destination(out, force)
+        if folder.exists() and not resumes(folder):  # of an earlier export by this process
+            shutil.rmtree(folder)
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(

@@ -61,7 +61,7 @@ def export(
             job = Job(checkpoint, spec, options, folder, key, on_progress, on_note)
             text, generation = write_text_files(checkpoint, folder)
             tokenizer = Tokenizer.open(folder, text)
-            texts = calibration_texts(options, tokenizer)
+            texts = calibration_texts(options, tokenizer, spec.max_context)
             formats = choose_formats(options, checkpoint)
             if options.quantizer == "auto":
                 formats = spend_budget(job, texts)

@@ -110,8 +110,10 @@ class ExportOptions:
             )
         if not self.is_calibrated and self.calibration is not None:
             raise InputError("a calibration belongs to the quantizers awq, gptq and auto: name one of them.")
-        if self.calibration_tokens < 1024:
-            raise InputError(f"calibration tokens is {self.calibration_tokens}; expected at least 1,024.")
+        if not 1024 <= self.calibration_tokens <= 1 << 20:
+            raise InputError(f"calibration tokens is {self.calibration_tokens}; expected 1,024 to 1,048,576.")
+        if self.quantizer == "auto" and self.group_size is not None:
+            raise InputError("the quantizer auto chooses the group sizes itself: leave it out.")
         if self.bits_per_weight is not None and self.quantizer != "auto":
             raise InputError("bits per weight is a budget for the quantizer auto: name it.")
         if self.bits_per_weight is not None and not 4 < self.bits_per_weight <= 8.5:

@@ -5,6 +5,8 @@ calibration texts' residual stream. Both are replaced by renaming, so that a cut
 that belongs together; bytes of the weights file behind what is recorded are written again.
 """
 
+import hashlib
+import io
 import json
 import os
 import shutil
@@ -22,8 +24,8 @@ from pagelet.exporter.layerwise import Float32
 from pagelet.exporter.options import ExportOptions
 from pagelet.exporter.original import ORIGINAL_PREFIX
 from pagelet.exporter.stacked_rows import WeightFormat
-from pagelet.exporter.weights import Linear, StoredTensor, StoredWeights
-from pagelet.models.manifest import TensorEntry
+from pagelet.exporter.weights import WEIGHTS_NAME, Linear, StoredTensor, StoredWeights
+from pagelet.models.manifest import TensorEntry, hash_file
 from pagelet.plugins.float_packing import FloatFormat
 from pagelet.plugins.packing import LinearFormat
 
@@ -43,20 +45,31 @@ class Progress:
 
 def export_key(checkpoint: Checkpoint, options: ExportOptions) -> str:
     """Equal for exports that write the same bytes: the same version, files, options and calibration."""
-    files = [checkpoint.path / name for name in checkpoint.describe()["files"]]
-    if checkpoint.path.is_file():
-        files = [checkpoint.path]
-    texts = [options.calibration] if options.calibration else []
-    stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in (*files, *texts)]
+    source = checkpoint.path
+    files = sorted(source.iterdir()) if source.is_dir() else [source]
+    if options.calibration is not None:
+        files.append(options.calibration)
+    stats = [
+        (str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns)
+        for path in files
+        if path.is_file()
+    ]
     unlike = replace(options, force=False, certificate_seconds=None, max_kl=None)
     return repr((version("pagelet"), stats, unlike))
 
 
+def _stamp(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
 def save_progress(folder: Path, key: str, progress: Progress) -> None:
-    """Record it durably; an earlier record is replaced at once."""
+    """Record it durably; an earlier record is replaced at once. The weights file was synchronized before."""
     old = list(folder.glob("residual-*.npy"))
     if progress.residual is not None:
-        _replace(_residual(folder, progress.layers), progress.residual)
+        data = io.BytesIO()
+        np.save(data, progress.residual)
+        _replace(_residual(folder, progress.layers), data.getbuffer())
     record = {
         "key": key,
         "layers": progress.layers,
@@ -64,33 +77,38 @@ def save_progress(folder: Path, key: str, progress: Progress) -> None:
         "linears": {name: asdict(linear) for name, linear in progress.stored.linears.items()},
         "vectors": {name: asdict(vector) for name, vector in progress.stored.vectors.items()},
         "entries": {name: asdict(entry) for name, entry in progress.stored.entries.items()},
+        "residual": hash_file(_residual(folder, progress.layers)) if progress.residual is not None else "",
     }
-    part = folder / (RESUME_NAME + ".part")
-    part.write_text(json.dumps(record), encoding="utf-8")
-    part.replace(folder / RESUME_NAME)
+    _replace(folder / RESUME_NAME, _sealed(record))
     for path in old:
         path.unlink()
 
 
 def load_progress(folder: Path, key: str) -> Progress | None:
-    """What `save_progress` wrote into the folder with the same key; None: nothing, or of another export."""
-    try:
-        record = json.loads((folder / RESUME_NAME).read_text(encoding="utf-8"))
-        if record["key"] != key:
-            return None
-        stored = StoredWeights(
-            {name: _linear(value) for name, value in record["linears"].items()},
-            {name: _tensor(value) for name, value in record["vectors"].items()},
-            {
-                name: TensorEntry(**{**value, "shape": tuple(value["shape"])})
-                for name, value in record["entries"].items()
-            },
-        )
-        path = _residual(folder, record["layers"])
-        residual = np.load(path, allow_pickle=False) if path.is_file() else None
-        return Progress(record["layers"], record["length"], stored, residual)
-    except (OSError, ValueError, KeyError, TypeError):
+    """What `save_progress` wrote into the folder with the same key.
+
+    None: nothing, or of another export, or anything in it was changed since.
+    """
+    record = _unsealed(folder / RESUME_NAME, key)
+    if record is None:
         return None
+    weights, residual = folder / WEIGHTS_NAME, _residual(folder, record["layers"])
+    if not weights.is_file() or weights.stat().st_size < record["length"]:
+        return None
+    values = None
+    if record["residual"]:
+        if not residual.is_file() or hash_file(residual) != record["residual"]:
+            return None
+        values = np.load(residual, allow_pickle=False)
+    stored = StoredWeights(
+        {name: _linear(value) for name, value in record["linears"].items()},
+        {name: _tensor(value) for name, value in record["vectors"].items()},
+        {
+            name: TensorEntry(**{**value, "shape": tuple(value["shape"])})
+            for name, value in record["entries"].items()
+        },
+    )
+    return Progress(record["layers"], record["length"], stored, values)
 
 
 def save_formats(folder: Path, key: str, formats: Formats) -> None:
@@ -101,21 +119,16 @@ def save_formats(folder: Path, key: str, formats: Formats) -> None:
         "tables": asdict(formats.tables),
         "modules": {module: asdict(format) for module, format in formats.modules.items()},
     }
-    part = folder / (FORMATS_NAME + ".part")
-    part.write_text(json.dumps(record), encoding="utf-8")
-    part.replace(folder / FORMATS_NAME)
+    _replace(folder / FORMATS_NAME, _sealed(record))
 
 
 def load_formats(folder: Path, key: str) -> Formats | None:
     """What `save_formats` wrote into the folder with the same key, or None."""
-    try:
-        record = json.loads((folder / FORMATS_NAME).read_text(encoding="utf-8"))
-        if record["key"] != key:
-            return None
-        modules = {module: _format(value) for module, value in record["modules"].items()}
-        return Formats(_format(record["layers"]), _format(record["tables"]), modules)
-    except (OSError, ValueError, KeyError, TypeError):
+    record = _unsealed(folder / FORMATS_NAME, key)
+    if record is None:
         return None
+    modules = {module: _format(value) for module, value in record["modules"].items()}
+    return Formats(_format(record["layers"]), _format(record["tables"]), modules)
 
 
 def resumes(folder: Path, key: str) -> bool:
@@ -135,13 +148,30 @@ def _residual(folder: Path, layers: int) -> Path:
     return folder / f"residual-{layers}.npy"
 
 
-def _replace(path: Path, array: Float32) -> None:
-    part = path.with_suffix(".part")
+def _replace(path: Path, data: bytes | memoryview) -> None:
+    part = path.with_name(path.name + ".part")
     with part.open("wb") as stream:
-        np.save(stream, array)
+        stream.write(data)
         stream.flush()
         os.fsync(stream.fileno())
     part.replace(path)
+
+
+def _sealed(record: Mapping[str, Any]) -> bytes:
+    """JSON behind a line with its SHA-256: what is read again is what was written, or nothing."""
+    body = json.dumps(record).encode()
+    return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
+
+
+def _unsealed(path: Path, key: str) -> dict[str, Any] | None:
+    try:
+        seal, _, body = path.read_bytes().partition(b"\n")
+    except OSError:
+        return None
+    if hashlib.sha256(body).hexdigest().encode() != seal:
+        return None
+    record: dict[str, Any] = json.loads(body)
+    return record if record["key"] == key else None
 
 
 def _tensor(value: Mapping[str, Any]) -> StoredTensor:

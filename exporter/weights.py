@@ -5,6 +5,7 @@ graph runs one wide layer instead of three narrow ones. Gate and up alternate in
 op then has both factors of an output at hand.
 """
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,8 +88,9 @@ class WeightsFile:
         return self._stream.tell()
 
     def flush(self) -> None:
-        """Whoever maps the file now finds all tensors so far."""
+        """Whoever maps the file now finds all tensors so far, even after a power cut."""
         self._stream.flush()
+        os.fsync(self._stream.fileno())
 
     def add(
         self, name: str, dtype: str, shape: tuple[int, ...], pieces: Iterator[NDArray[np.generic]]

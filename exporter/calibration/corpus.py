@@ -21,7 +21,9 @@ _TEXTS = Path(__file__).parent / "texts"
 _SEPARATOR = "\n---\n"
 
 
-def calibration_texts(options: ExportOptions, tokenizer: Tokenizer) -> list[list[int]]:
+def calibration_texts(
+    options: ExportOptions, tokenizer: Tokenizer, max_context: int = WINDOW
+) -> list[list[int]]:
     """Texts of up to WINDOW tokens: of the user's file, or of each built-in kind in turn; none if not needed.
 
     Raises:
@@ -30,8 +32,9 @@ def calibration_texts(options: ExportOptions, tokenizer: Tokenizer) -> list[list
     if not options.is_calibrated:
         return []
     file, num_tokens = options.calibration, options.calibration_tokens
+    size = min(WINDOW, max_context)
     if file is not None:
-        windows = _windows([tokenizer.encode(read_text(file))])
+        windows = _windows([tokenizer.encode(read_text(file))], size)
         found = sum(map(len, windows))
         if found < MIN_TOKENS:
             raise InputError(
@@ -40,10 +43,10 @@ def calibration_texts(options: ExportOptions, tokenizer: Tokenizer) -> list[list
             )
         return _first(windows, num_tokens)
     kinds = [
-        _windows(tokenizer.encode(passage) for passage in _passages("english.txt")),
-        _windows(_conversations(tokenizer)),
-        _windows(tokenizer.encode(passage) for passage in _passages("code.txt")),
-        _windows(tokenizer.encode(passage) for passage in _passages("multilingual.txt")),
+        _windows((tokenizer.encode(passage) for passage in _passages("english.txt")), size),
+        _windows(_conversations(tokenizer), size),
+        _windows((tokenizer.encode(passage) for passage in _passages("code.txt")), size),
+        _windows((tokenizer.encode(passage) for passage in _passages("multilingual.txt")), size),
     ]
     return _first(_in_turn(kinds), num_tokens)
 
@@ -107,7 +110,7 @@ def _encode_chat(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[i
     return tokenizer.encode("\n\n".join(f"{message['role']}: {message['content']}" for message in messages))
 
 
-def _windows(texts: Iterable[Sequence[int]], size: int = WINDOW) -> list[list[int]]:
+def _windows(texts: Iterable[Sequence[int]], size: int) -> list[list[int]]:
     """The texts one after another, cut into pieces of `size`: the short ones share a window."""
     tokens = [token for text in texts for token in text]
     return [tokens[start : start + size] for start in range(0, len(tokens), size)]

@@ -83,7 +83,7 @@ class _Measuring:
         self._job = job
         self._checkpoint = job.checkpoint
         self._spec = job.spec
-        self._basic = LinearFormat(4, 32, asymmetric=False)  # measured in both cases: never exact by chance
+        self._basic: dict[str, LinearFormat] = {}
         self._texts = [text[:TEXT_TOKENS] for text in texts[:NUM_TEXTS]]
         self._run = Sensitivity(self._texts, job.cache)
         self._errors: dict[str, dict[LinearFormat, float]] = {}
@@ -96,7 +96,8 @@ class _Measuring:
             Original(self._checkpoint, spec, longest, self._job.folder) as changed,
         ):
             self._job.on_progress(0, total, "measure embedding")
-            table = {"embedding": (self._basic, nearest(self._basic))}
+            basic = self._choose_basic("embedding", ("embedding",))
+            table = {"embedding": (basic, nearest(basic))}
             variant = Variant("embedding", changed.embedding(table))
             self._run.embed(original.embedding(), [variant])
             for layer in range(spec.num_layers):
@@ -110,11 +111,12 @@ class _Measuring:
             head = "embedding" if spec.tie_embeddings else "head"
             if head == "head":  # tokens are looked up alike often, for all that is known
                 self._errors["embedding"] = self._format_errors("embedding", ("embedding",), None)
+            basic = self._choose_basic(head, (head,))
             self._errors[head] = self._format_errors(head, (head,), hessian)
-            treatment = self._nearest(np.diag(hessian).astype(np.float32))
-            heads = {head: changed.head({head: (self._basic, treatment)})}
+            treatment = _nearest(basic, np.diag(hessian).astype(np.float32))
+            heads = {head: changed.head({head: (basic, treatment)})}
             divergences = self._run.divergences(original.head(), heads)
-        return {m: Measured(divergences[m], errors, self._basic) for m, errors in self._errors.items()}
+        return {m: Measured(divergences[m], errors, self._basic[m]) for m, errors in self._errors.items()}
 
     def _layer(self, original: Part, changed: Original, layer: int) -> None:
         """Errors of the layer's matrices in all formats; their variants branch off."""
@@ -128,26 +130,39 @@ class _Measuring:
         for module, roles in layer_units(layer):
             hessian = moments.hessian(module.removeprefix(f"layers.{layer}."))
             importance = np.diag(hessian).astype(np.float32)
+            basic = self._choose_basic(module, roles)
             self._errors[module] = self._format_errors(module, roles, hessian)
-            part = changed.layer(layer, {module: (self._basic, self._nearest(importance))})
+            part = changed.layer(layer, {module: (basic, _nearest(basic, importance))})
             branches += self._run.branch(layer, [Variant(module, part)])
         self._run.advance(original, layer, branches)
 
     def _format_errors(
         self, module: str, roles: tuple[str, ...], hessian: Float64 | None
     ) -> dict[LinearFormat, float]:
-        basic = stacked(self._checkpoint, module, roles, self._basic)
-        sample = np.concatenate([basic.floats(*rows) for rows in sample_rows(basic.count, _SAMPLE_ROWS)])
-        share = basic.count / len(sample)
+        rows = stacked(self._checkpoint, module, roles, self._basic[module])
+        sample = np.concatenate([rows.floats(*some) for some in sample_rows(rows.count, _SAMPLE_ROWS)])
+        share = rows.count / len(sample)
         importance = None if hessian is None else np.diag(hessian).astype(np.float32)
         errors = {}
-        for format in dict.fromkeys([self._basic, *candidates(basic.width, self._job.options.symmetric)]):
+        for format in candidates(rows.width, self._job.options.symmetric):
             exact = stacked(self._checkpoint, module, roles, format).exact
             errors[format] = 0.0 if exact else share * _error(sample, format, importance, hessian)
         return errors
 
-    def _nearest(self, importance: Float32) -> Treatment:
-        return Treatment(round=lambda rows: round_to_nearest(rows, self._basic, importance))
+    def _choose_basic(self, module: str, roles: tuple[str, ...]) -> LinearFormat:
+        """Symmetric INT4 in the smallest groups in which the checkpoint's own numbers have to be rounded."""
+        width = self._checkpoint.weights[roles[0] + ".weight"].shape[1]
+        coarse = [LinearFormat(4, group, asymmetric=False) for group in GROUP_SIZES if width % group == 0]
+        basic = next(
+            (f for f in coarse if not stacked(self._checkpoint, module, roles, f).exact),
+            LinearFormat(4, 32, asymmetric=False),
+        )
+        self._basic[module] = basic
+        return basic
+
+
+def _nearest(format: LinearFormat, importance: Float32) -> Treatment:
+    return Treatment(round=lambda rows: round_to_nearest(rows, format, importance))
 
 
 def _error(rows: Float32, format: LinearFormat, importance: Float32 | None, hessian: Float64 | None) -> float:

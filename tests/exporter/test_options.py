@@ -36,9 +36,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"calibration": TEXT}, "a calibration belongs to the quantizers awq, gptq and auto: name one of them."),
     (
         {"quantizer": "gptq", "calibration_tokens": 1023},
-        "calibration tokens is 1023; expected at least 1,024.",
+        "calibration tokens is 1023; expected 1,024 to 1,048,576.",
     ),
-    ({"quantizer": "gptq", "calibration_tokens": -5}, "calibration tokens is -5; expected at least 1,024."),
+    (
+        {"quantizer": "gptq", "calibration_tokens": -5},
+        "calibration tokens is -5; expected 1,024 to 1,048,576.",
+    ),
     ({"bits_per_weight": 4.5}, "bits per weight is a budget for the quantizer auto: name it."),
     ({"quantizer": "gptq", "bits_per_weight": 4.5}, "bits per weight is a budget for the quantizer auto"),
     *(

@@ -338,7 +338,6 @@ def test_int8_is_calibrated_too(make_llama: MakeCheckpoint, calibration: Path, t
         assert all(entry.error < 0.01 for entry in manifest.tensors.values())
 
 
-@pytest.mark.xfail(strict=True, reason="calibration texts are longer than the context: RuntimeError")
 def test_a_context_shorter_than_a_calibration_window(
     make_llama: MakeCheckpoint, calibration: Path, tmp_path: Path
 ) -> None:
@@ -352,7 +351,6 @@ def test_a_context_shorter_than_a_calibration_window(
     assert export(make_llama(num_hidden_layers=1), tmp_path / "b", options).spec.max_context == 100
 
 
-@pytest.mark.xfail(strict=True, raises=FileNotFoundError, reason="its stat is taken before it is read")
 def test_a_calibration_that_is_not_there_is_named(make_llama: MakeCheckpoint, tmp_path: Path) -> None:
     from pagelet.models.errors import InputError
 
