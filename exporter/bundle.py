@@ -10,6 +10,9 @@ from pathlib import Path
 from pagelet.models.errors import BundleError, InputError, UnfinishedError
 from pagelet.models.manifest import MANIFEST_NAME, FileEntry, hash_file
 
+# Folders that threads of this process write just now; other processes' carry their own numbers.
+_in_use: set[Path] = set()
+
 
 @contextlib.contextmanager
 def new_bundle(
@@ -22,10 +25,22 @@ def new_bundle(
     error it goes.
 
     Raises:
-        InputError: `out` exists and is not to be replaced, or is no bundle, or cannot be made.
+        InputError: `out` exists and is not to be replaced, or is no bundle, or cannot be made, or is being
+            written by this process.
     """
     out = Path(os.path.abspath(out))  # noqa: PTH100  (resolve() would follow a link that is to be replaced)
     folder = partial_folder(out)
+    if folder in _in_use:
+        raise InputError(f"another export to {out} is running in this process; wait for it.")
+    _in_use.add(folder)
+    try:
+        yield from _written(folder, out, force, resumes)
+    finally:
+        _in_use.discard(folder)
+
+
+def _written(folder: Path, out: Path, force: bool, resumes: Callable[[Path], bool]) -> Iterator[Path]:
+    """What `new_bundle` does, with the folder to itself."""
     try:
         _sweep(out, folder, resumes)  # first: it may put a bundle back at `out`
         _check_destination(out, force)

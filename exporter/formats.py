@@ -59,6 +59,8 @@ def _own_fp8_groups(checkpoint: Checkpoint) -> int:
 def describe(options: ExportOptions, formats: Formats) -> Quantization:
     """As the manifest says it."""
     embedding = type_name(formats.of("embedding"))
+    if options.quantizer == "auto":  # the tensors say what each of them got
+        return Quantization(options.weights, "auto")
     return Quantization(
         options.weights,
         options.quantizer if options.is_grouped else "none",

@@ -48,7 +48,8 @@ class ExportOptions:
         certificate_seconds: how long the bundle is compared with the original at the end; None: not at all,
             which is recorded.
         max_kl: mean KL divergence (nats) above which the export stops; None: that of the type (MAX_KL).
-        force: replace an existing bundle, and keep one above `max_kl`.
+        accept_loss: keep a bundle that is above `max_kl`; it is recorded.
+        force: replace an existing bundle.
 
     Raises:
         InputError: a value that this version cannot serve.
@@ -71,6 +72,7 @@ class ExportOptions:
     block_size: int = 32
     certificate_seconds: float | None = 60.0
     max_kl: float | None = None
+    accept_loss: bool = False
     force: bool = False
 
     def __post_init__(self) -> None:
@@ -96,9 +98,12 @@ class ExportOptions:
             raise InputError(f"block size is {self.block_size}; expected 1 to 4096 tokens.")
 
         if self.certificate_seconds is not None and not 0 < self.certificate_seconds <= 86_400:
-            raise InputError(f"certificate seconds is {self.certificate_seconds}; expected 0 to 86,400.")
-        if self.max_kl is not None and not self.max_kl > 0:
-            raise InputError(f"max KL is {self.max_kl}; expected a positive number of nats.")
+            raise InputError(
+                f"certificate seconds is {self.certificate_seconds:g}; expected more than 0, at most 86,400; "
+                "to have none is an option of its own (--no-certificate)."
+            )
+        if self.max_kl is not None and not 0 < self.max_kl <= 1_000:
+            raise InputError(f"max KL is {self.max_kl}; expected more than 0, at most 1,000 nats.")
 
     def _check_quantizer(self) -> None:
         _one_of("quantizer", self.quantizer, QUANTIZERS)
@@ -108,8 +113,10 @@ class ExportOptions:
                 f"the quantizer {self.quantizer} belongs to {' and '.join(served)} weights, not to "
                 f"{self.weights}: leave it out."
             )
-        if not self.is_calibrated and self.calibration is not None:
+        if not self.is_calibrated and (self.calibration, self.calibration_tokens) != (None, 8_192):
             raise InputError("a calibration belongs to the quantizers awq, gptq and auto: name one of them.")
+        if not self.desc_act and self.quantizer not in ("gptq", "auto"):
+            raise InputError("the order of columns (desc_act) belongs to the quantizers gptq and auto.")
         if not 1024 <= self.calibration_tokens <= 1 << 20:
             raise InputError(f"calibration tokens is {self.calibration_tokens}; expected 1,024 to 1,048,576.")
         if self.quantizer == "auto" and self.group_size is not None:

@@ -8,8 +8,8 @@ from pagelet.exporter.certificate import certify
 from pagelet.exporter.job import Job
 from pagelet.exporter.layerwise import Part
 from pagelet.exporter.options import ExportOptions
-from pagelet.models.certificate import CERTIFICATE_NAME, Certificate
-from pagelet.models.errors import UnfinishedError
+from pagelet.models.certificate import CERTIFICATE_NAME, OUTPUTS_NAME, Certificate
+from pagelet.models.errors import InputError, UnfinishedError
 from pagelet.models.text import Tokenizer
 
 # Golden prompts: long enough that attention has something to read, short enough to replay in a moment.
@@ -20,15 +20,22 @@ def prove(job: Job, bundle: Part, tokenizer: Tokenizer, graph: Path) -> str:
     """Certify a bundle whose graph is written; the certificate's file name, or "" where none was wanted.
 
     Raises:
-        UnfinishedError: the bundle is further from the original than allowed, and `force` is not set.
+        UnfinishedError: the bundle is further from the original than allowed, and `accept_loss` is not set.
         CheckpointError, BundleError: original or bundle compute NaN or infinity; the layer is named.
     """
     options = job.options
+    for name in (CERTIFICATE_NAME, OUTPUTS_NAME):  # of an export that stopped behind it
+        (graph.parent / name).unlink(missing_ok=True)
     if options.certificate_seconds is None:
         return ""
     context = bundle.spec.max_context
     texts = held_out_texts(tokenizer, min(1024, context))
     prompts = golden_prompts(tokenizer, min(_PROMPT_TOKENS, context), _PROMPTS)
+    if not texts or not prompts:
+        raise InputError(
+            "the tokenizer, or a context this short, leaves no text to compare bundle and original on; "
+            "export with --no-certificate."
+        )
     certificate = certify(
         job.checkpoint,
         bundle,
@@ -41,7 +48,7 @@ def prove(job: Job, bundle: Part, tokenizer: Tokenizer, graph: Path) -> str:
     )
     limit = options.kl_limit
     forced = not certificate.quality.mean_kl <= limit
-    if forced and not options.force:
+    if forced and not options.accept_loss:
         raise UnfinishedError(_refusal(certificate, options, graph.parent))
     replace(certificate, max_kl=limit, forced=forced).save(graph.parent)
     return CERTIFICATE_NAME
@@ -50,11 +57,12 @@ def prove(job: Job, bundle: Part, tokenizer: Tokenizer, graph: Path) -> str:
 def _refusal(certificate: Certificate, options: ExportOptions, folder: Path) -> str:
     quality = certificate.quality
     layers = ", ".join(f"{each.layer} ({each.error:.1%})" for each in certificate.worst_layers(3))
-    better = "--quantizer gptq, a smaller --group-size" if options.weights == "int4" else "wider --weights"
+    better = "--quantizer gptq or a smaller --group-size" if options.weights == "int4" else "wider --weights"
     return (
         f"the bundle is further from the original than allowed: mean KL divergence {quality.mean_kl:.4f} "
-        f"nats, limit {options.kl_limit:g}; perplexity {quality.reference_perplexity:.2f} before, "
-        f"{quality.perplexity:.2f} after; top-1 agreement {quality.top1_agreement:.1%}; layers with the "
-        f"largest error: {layers}. Take {better}, raise --max-kl, or keep it with --force: what was "
-        f"quantized waits in {folder.name} beside OUT for the next try."
+        f"nats, limit {options.kl_limit:g} (perplexity {quality.reference_perplexity:.2f} before, "
+        f"{quality.perplexity:.2f} after; the same first choice for {quality.top1_agreement:.1%} of "
+        f"{quality.tokens} tokens; layers with the largest error: {layers}). To lose less take {better}; "
+        f"to keep the bundle all the same, --accept-loss or a higher --max-kl. What was quantized waits in "
+        f"{folder}."
     )

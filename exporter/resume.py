@@ -54,7 +54,7 @@ def export_key(checkpoint: Checkpoint, options: ExportOptions) -> str:
         for path in files
         if path.is_file()
     ]
-    unlike = replace(options, force=False, certificate_seconds=None, max_kl=None)
+    unlike = replace(options, force=False, accept_loss=False, certificate_seconds=None, max_kl=None)
     return repr((version("pagelet"), stats, unlike))
 
 
@@ -81,7 +81,8 @@ def save_progress(folder: Path, key: str, progress: Progress) -> None:
     }
     _replace(folder / RESUME_NAME, _sealed(record))
     for path in old:
-        path.unlink()
+        if path != _residual(folder, progress.layers):
+            path.unlink()
 
 
 def load_progress(folder: Path, key: str) -> Progress | None:

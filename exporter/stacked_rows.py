@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from pagelet.exporter.checkpoint import Blocks, Checkpoint
 from pagelet.exporter.options import FP8_BLOCK
 from pagelet.exporter.quantize.rounding import round_to_nearest
-from pagelet.models.errors import CheckpointError
+from pagelet.models.errors import CheckpointError, PageletError
 from pagelet.plugins import float_packing, packing
 from pagelet.plugins.float_packing import FloatFormat, FloatParts
 from pagelet.plugins.packing import TILE_COLUMNS, LinearFormat, Quantized
@@ -105,10 +106,9 @@ class StackedRows:
         step = max(PIECE // self.width // unit, 1) * unit
         for start in range(0, self.count, step):
             stop = min(start + step, self.count)
-            try:
-                yield self._packed(start, stop)
-            except ValueError as error:
-                raise CheckpointError(f"{self._names()}: {error}") from error
+            with named(self._names()):
+                packed = self._packed(start, stop)
+            yield packed
 
     def _packed(self, start: int, stop: int) -> NDArray[np.uint8]:
         format = self._format
@@ -167,9 +167,9 @@ class StackedRows:
         group = self._format.group_size
         if group and self.width % group:
             raise CheckpointError(
-                f"{self._names()}: {self.width} inputs do not divide into groups of {group}; "
-                "choose a smaller --group-size, leave it out (fp8), or take weights without scales (fp16, "
-                "bf16, fp32)."
+                f"{self._names()}: {self.width} inputs do not divide into groups of {group}; choose a "
+                "smaller --group-size where there is one, leave it out (fp8), or take weights without scales "
+                "(fp16, bf16, fp32)."
             )
 
     def _is_exact(self) -> bool:
@@ -229,6 +229,17 @@ class StackedRows:
 
     def _names(self) -> str:
         return ", ".join(self._checkpoint.weights[role].name for role in self._roles)
+
+
+@contextmanager
+def named(where: str) -> Iterator[None]:
+    """What the mathematics refuse becomes a CheckpointError that names the tensor."""
+    try:
+        yield
+    except ValueError as error:
+        if isinstance(error, PageletError):
+            raise
+        raise CheckpointError(f"{where}: {error}") from error
 
 
 def sample_rows(count: int, most: int) -> list[tuple[int, int]]:

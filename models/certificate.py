@@ -31,6 +31,8 @@ MAX_PROMPTS = 64
 MAX_TOKENS = 4096  # of all golden prompts
 MAX_ROWS = 64
 _MAX_TEXT = 1_000
+# As `pagelet.plugins.native.kernel_arithmetic` names it: roundings, lanes, and the version of the order.
+_ARITHMETIC = re.compile(r"(fused|rounded)-(4|8|16)\.\d{1,6}")
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ class Certificate:
         return sum(map(int.__eq__, tops, tokens)) / len(tokens)
 
     def save(self, folder: Path) -> None:
-        text = json.dumps(asdict(self), ensure_ascii=False)
+        text = json.dumps(asdict(self), ensure_ascii=False, allow_nan=False)
         (folder / CERTIFICATE_NAME).write_text(text + "\n", encoding="utf-8")
 
 
@@ -224,8 +226,13 @@ def _check(certificate: Certificate, manifest: Manifest, where: str) -> None:
     _number(f"{where}: 'seconds'", certificate.seconds, 0.0)
     if certificate.max_kl is not None:
         _number(f"{where}: 'max_kl'", certificate.max_kl, 0.0)
-    if len(certificate.arithmetic) > _MAX_TEXT or len(certificate.note) > _MAX_TEXT:
-        raise BundleError(f"{where}: 'arithmetic' or 'note' is longer than {_MAX_TEXT} characters.")
+    for name, text in (("arithmetic", certificate.arithmetic), ("note", certificate.note)):
+        if len(text) > _MAX_TEXT or not text.isprintable():
+            raise BundleError(f"{where}: {name!r} is not at most {_MAX_TEXT} printable characters.")
+    if not _ARITHMETIC.fullmatch(certificate.arithmetic):
+        raise BundleError(
+            f"{where}: 'arithmetic' is {certificate.arithmetic!r:.80}, which no kernel has; export it again."
+        )
 
 
 def _check_quality(quality: Quality, where: str) -> None:

@@ -72,9 +72,15 @@ class LogitsDistance:
         kl = np.concatenate(self._kls)
         return Quality(
             tokens=len(kl),
-            perplexity=float(np.exp(np.concatenate(self._losses).mean())),
-            reference_perplexity=float(np.exp(np.concatenate(self._reference_losses).mean())),
+            perplexity=_perplexity(self._losses),
+            reference_perplexity=_perplexity(self._reference_losses),
             mean_kl=float(kl.mean()),
             p99_kl=float(np.quantile(kl, 0.99)),
             top1_agreement=float(np.concatenate(self._agrees).mean()),
         )
+
+
+def _perplexity(losses: list[Float64]) -> float:
+    """At most float32's largest number, of which a broken model may have more."""
+    most = float(np.finfo(np.float32).max)
+    return float(np.exp(min(float(np.concatenate(losses).mean()), np.log(most))))

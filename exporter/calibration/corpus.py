@@ -35,7 +35,7 @@ def calibration_texts(
     size = min(WINDOW, max_context)
     if file is not None:
         windows = _windows([tokenizer.encode(read_text(file))], size)
-        found = sum(map(len, windows))
+        found = _usable(windows)
         if found < MIN_TOKENS:
             raise InputError(
                 f"{file} has {found} tokens; calibration needs at least {MIN_TOKENS}, better 10,000. "
@@ -48,7 +48,13 @@ def calibration_texts(
         _windows((tokenizer.encode(passage) for passage in _passages("code.txt")), size),
         _windows((tokenizer.encode(passage) for passage in _passages("multilingual.txt")), size),
     ]
-    return _first(_in_turn(kinds), num_tokens)
+    windows = _in_turn(kinds)
+    if (found := _usable(windows)) < MIN_TOKENS:
+        raise InputError(
+            f"the tokenizer and the context leave {found} tokens of the built-in texts; calibration needs at "
+            f"least {MIN_TOKENS}. Give a text that it knows with --calibration, or take --quantizer rtn."
+        )
+    return _first(windows, num_tokens)
 
 
 def held_out_texts(tokenizer: Tokenizer, window: int) -> list[list[int]]:
@@ -122,7 +128,13 @@ def _in_turn(kinds: Sequence[Sequence[list[int]]]) -> list[list[int]]:
     return [kind[index] for index in range(longest) for kind in kinds if index < len(kind)]
 
 
+def _usable(windows: Sequence[list[int]]) -> int:
+    """Tokens in windows of more than one."""
+    return sum(len(window) for window in windows if len(window) > 1)
+
+
 def _first(windows: Sequence[list[int]], num_tokens: int) -> list[list[int]]:
+    """Windows of at least two tokens: one alone has nothing to attend to."""
     chosen: list[list[int]] = []
     for window in windows:
         rest = num_tokens - sum(map(len, chosen))

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from pagelet.exporter.calibration.attention_mass import attention_mass
 from pagelet.exporter.layerwise import Float32, Taps
+from pagelet.models.errors import CheckpointError
 from pagelet.models.spec import ModelSpec
 
 Float64 = NDArray[np.float64]
@@ -39,11 +40,23 @@ class LayerMoments:
         self._add("mlp.down", taps["gated"])
 
     def hessian(self, module: str) -> Float64:
-        return self._sums[module] / self._count
+        """Of one of the four modules.
+
+        Raises:
+            CheckpointError: the layer computes NaN or infinity, or numbers whose squares are.
+        """
+        hessian = self._sums[module] / self._count
+        if not np.isfinite(hessian).all():
+            raise CheckpointError(
+                f"layers.{self._layer}.{module} reads NaN, infinity or numbers beyond 1e19 on the "
+                "calibration text: the weights before it are damaged, or too large to be quantized."
+            )
+        return hessian
 
     def _add(self, module: str, x: Float32) -> None:
-        products = (x.T @ x).astype(np.float64)
-        self._sums[module] = self._sums[module] + products if module in self._sums else products
+        with np.errstate(over="ignore", invalid="ignore"):  # `hessian` reports it
+            products = (x.T @ x).astype(np.float64)
+            self._sums[module] = self._sums.get(module, 0.0) + products
 
 
 def rms_norm(x: Float32, weight: Float32, epsilon: float) -> Float32:

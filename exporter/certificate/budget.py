@@ -21,6 +21,8 @@ def affordable_tokens(
 ) -> int:
     """Tokens of held-out text beside `extra` golden ones: MIN_TOKENS to MAX_TOKENS."""
     spec = bundle.spec
+    if spec.max_context < _MORE:
+        return MIN_TOKENS  # there is little to measure, and little to run
     start = perf_counter()
     part = original.layer(0)
     load = perf_counter() - start

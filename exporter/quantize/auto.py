@@ -1,6 +1,6 @@
 """`auto`: a bit budget, spent matrix by matrix where a few texts say that it helps most."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,14 +9,16 @@ from pagelet.exporter.calibration.moments import Float64, LayerMoments, rms_norm
 from pagelet.exporter.formats import Formats
 from pagelet.exporter.job import Job
 from pagelet.exporter.layerwise import Float32, Part
+from pagelet.exporter.options import ExportOptions
 from pagelet.exporter.original import Original
 from pagelet.exporter.quantize.allocation import Choice, allocate
 from pagelet.exporter.quantize.output_error import output_error
 from pagelet.exporter.quantize.rounding import round_to_nearest
 from pagelet.exporter.resume import load_formats, save_formats
 from pagelet.exporter.sensitivity import Sensitivity, Variant
-from pagelet.exporter.stacked_rows import Treatment, nearest, read_finite, sample_rows
+from pagelet.exporter.stacked_rows import StackedRows, Treatment, named, nearest, read_finite, sample_rows
 from pagelet.exporter.weights import layer_units, linear_units, stacked
+from pagelet.models.errors import InputError
 from pagelet.plugins.packing import GROUP_SIZES, LinearFormat, dequantize
 
 DEFAULT_BITS = 4.5
@@ -51,19 +53,32 @@ def spend_budget(job: Job, texts: list[list[int]]) -> Formats:
     """
     if (kept := load_formats(job.folder, job.key)) is not None:
         return kept
+    small = LinearFormat(4, 32, asymmetric=False)
+    sizes = {m: stacked(job.checkpoint, m, roles, small) for m, roles in linear_units(job.spec)}
+    budget = _budget(job.options, sizes)
     measured = _Measuring(job, texts).run()
-    sizes = {
-        module: stacked(job.checkpoint, module, roles, measured[module].basic)
-        for module, roles in linear_units(job.spec)
-    }
     choices = {m: measured[m].choices(rows.count, rows.width) for m, rows in sizes.items()}
-    weights = sum(rows.count * rows.width for rows in sizes.values())
-    bits = job.options.bits_per_weight or DEFAULT_BITS
-    chosen = allocate(choices, int(weights * bits / 8))
+    chosen = allocate(choices, budget)
     basic = LinearFormat(4, 32, asymmetric=not job.options.symmetric)
     formats = Formats(basic, basic, {module: choice.format for module, choice in chosen.items()})
     save_formats(job.folder, job.key, formats)
     return formats
+
+
+def _budget(options: ExportOptions, sizes: Mapping[str, StackedRows]) -> int:
+    """Bytes of all matrices; refused at once where not even the smallest formats fit."""
+    weights = sum(rows.count * rows.width for rows in sizes.values())
+    budget = int(weights * (options.bits_per_weight or DEFAULT_BITS) / 8)
+    least = sum(
+        min(f.packed_bytes(rows.width, rows.count) for f in candidates(rows.width, options.symmetric))
+        for rows in sizes.values()
+    )
+    if least > budget:
+        raise InputError(
+            f"bits per weight is {options.bits_per_weight or DEFAULT_BITS:g}; this model's smallest formats "
+            f"take {8 * least / weights:.3f}: raise --bits-per-weight."
+        )
+    return budget
 
 
 def candidates(width: int, symmetric: bool) -> Iterator[LinearFormat]:
@@ -146,7 +161,8 @@ class _Measuring:
         errors = {}
         for format in candidates(rows.width, self._job.options.symmetric):
             exact = stacked(self._checkpoint, module, roles, format).exact
-            errors[format] = 0.0 if exact else share * _error(sample, format, importance, hessian)
+            with named(module):
+                errors[format] = 0.0 if exact else share * _error(sample, format, importance, hessian)
         return errors
 
     def _choose_basic(self, module: str, roles: tuple[str, ...]) -> LinearFormat:

@@ -15,16 +15,15 @@ from typing import Protocol
 import numpy as np
 
 from pagelet.exporter.calibration.moments import Float64, LayerMoments, rms_norm
-from pagelet.exporter.formats import Formats
+from pagelet.exporter.formats import TABLES, Formats
 from pagelet.exporter.job import Job
 from pagelet.exporter.layerwise import Float32, Layerwise, Part, Texts
 from pagelet.exporter.original import Original
 from pagelet.exporter.quantize.awq import search_input_scales
 from pagelet.exporter.quantize.gptq import Gptq
 from pagelet.exporter.quantize.rounding import round_to_nearest
-from pagelet.exporter.stacked_rows import PLAIN, Round, Treatment, nearest, read_finite, sample_rows
-from pagelet.exporter.weights import layer_units, stacked
-from pagelet.models.errors import CheckpointError
+from pagelet.exporter.stacked_rows import PLAIN, Round, Treatment, named, nearest, read_finite, sample_rows
+from pagelet.exporter.weights import layer_units, linear_units, stacked
 from pagelet.plugins.packing import LinearFormat
 
 # Rows that the search for scales looks at: they are alike enough.
@@ -67,14 +66,29 @@ class Quantizer(Protocol):
 def open_quantizer(job: Job, formats: Formats, texts: list[list[int]]) -> Quantizer:
     """The quantizer that the options name, to be closed; `texts`: token ids to calibrate on."""
     options = job.options
-    if not options.is_calibrated:
-        return RoundToNearest(formats, fp8_blocks=options.block_scales)
-    return Calibrated(
-        job,
-        formats,
-        Layerwise(Texts.of(texts), job.cache),
-        error_feedback=options.quantizer != "awq",
-        scaling=options.quantizer == "awq",
+    if options.is_calibrated and _nothing_to_round(job, formats):
+        job.on_note(
+            "the checkpoint holds all matrices in these formats already: nothing is quantized, and "
+            f"{options.quantizer} looks at no text"
+        )
+    elif options.is_calibrated:
+        return Calibrated(
+            job,
+            formats,
+            Layerwise(Texts.of(texts), job.cache),
+            error_feedback=options.quantizer != "awq",
+            scaling=options.quantizer == "awq",
+        )
+    return RoundToNearest(formats, fp8_blocks=options.block_scales)
+
+
+def _nothing_to_round(job: Job, formats: Formats) -> bool:
+    """Whether every matrix that the quantizer would touch is the checkpoint's own."""
+    return all(
+        stacked(job.checkpoint, module, roles, format).exact
+        for module, roles in linear_units(job.spec)
+        if isinstance(format := formats.of(module), LinearFormat)
+        and not (module in TABLES and format.bits == 8)
     )
 
 
@@ -194,10 +208,8 @@ class Calibrated:
         importance = np.diag(hessian).astype(np.float32)
         if not self._error_feedback:
             return lambda rows: round_to_nearest(rows, format, importance)
-        try:
+        with named(module):
             gptq = Gptq(hessian, format, damping=damping, desc_act=self._desc_act)
-        except ValueError as error:
-            raise CheckpointError(f"{module}: {error}") from error
         if gptq.dead_inputs:
             self.notes.append(
                 f"{module}: {gptq.dead_inputs} of {len(hessian)} inputs are zero in the whole calibration "
@@ -222,11 +234,13 @@ class Calibrated:
             if not isinstance(format, LinearFormat) or format.bits == 8:
                 continue
             rows = stacked(self._checkpoint, module, units[module], format, scales.treatment(module))
-            if rows.exact:  # scales would only make the checkpoint's own numbers inexact
+            # Scales would only make the checkpoint's own numbers inexact: here, or where they are divided.
+            if rows.exact or self._is_exact(source):
                 continue
             shared = self._shared_values() if module.endswith("attention.o") else None
             sample = np.concatenate([rows.floats(*some) for some in sample_rows(rows.count, _SAMPLE_ROWS)])
-            found = search_input_scales(sample, hessians[module], format, shared=shared)
+            with named(module):
+                found = search_input_scales(sample, hessians[module], format, shared=shared)
             if np.all(found == 1):
                 continue
             scales.inputs[module] = found
@@ -234,6 +248,13 @@ class Calibrated:
                 found if shared is None else found[np.unique(shared, return_index=True)[1]]
             )
         return scales
+
+    def _is_exact(self, source: str) -> bool:
+        """Whether the role that outputs are divided in is of a matrix that passes through unchanged."""
+        for module, roles in layer_units(int(source.split(".")[1])):
+            if source in roles:
+                return stacked(self._checkpoint, module, roles, self._formats.of(module)).exact
+        return False
 
     def _shared_values(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """Of each input of o, the channel of v that it is a mean of: query heads of a group share one."""

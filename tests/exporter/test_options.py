@@ -56,10 +56,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"layers": 0}, "layers is 0; expected at least 1."),
     *(({"block_size": size}, f"block size is {size}; expected 1 to 4096 tokens.") for size in (0, -1, 4097)),
     *(
-        ({"certificate_seconds": seconds}, f"certificate seconds is {seconds}; expected 0 to 86,400.")
+        (
+            {"certificate_seconds": seconds},
+            f"certificate seconds is {seconds}; expected more than 0, at most 86,400;",
+        )
         for seconds in (0, -1.0, 86_401, NAN)
     ),
-    *(({"max_kl": kl}, f"max KL is {kl}; expected a positive number of nats.") for kl in (0, -1.0, NAN)),
+    *(
+        ({"max_kl": kl}, f"max KL is {kl}; expected more than 0, at most 1,000 nats.")
+        for kl in (0, -1.0, NAN)
+    ),
 ]
 
 

@@ -403,7 +403,7 @@ def test_the_refusal_says_how_far(refused: tuple[ExportOptions, str], tmp_path: 
     assert [path.name for path in tmp_path.iterdir()] == [f".b.partial-{os.getpid()}"]
 
 
-@pytest.mark.parametrize(("changes", "forced"), [({"force": True}, True), ({"max_kl": 100.0}, False)])
+@pytest.mark.parametrize(("changes", "forced"), [({"accept_loss": True}, True), ({"max_kl": 100.0}, False)])
 def test_what_was_quantized_is_kept_for_another_answer(
     changes: dict[str, Any],
     forced: bool,
@@ -429,7 +429,7 @@ def test_what_was_quantized_is_kept_for_another_answer(
 
 
 def test_under_its_limit_nothing_is_forced(source: Path, calibration: Path, tmp_path: Path) -> None:
-    options = options_of("rtn", calibration, certificate_seconds=0.01, max_kl=100.0, force=True)
+    options = options_of("rtn", calibration, certificate_seconds=0.01, max_kl=100.0, accept_loss=True)
     export(source, tmp_path / "b", options)
     certificate = load_certificate(tmp_path / "b", load_manifest(tmp_path / "b"))
     assert certificate is not None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pagelet.models.certificate import Certificate, load_certificate
-from pagelet.models.errors import BundleError
+from pagelet.models.errors import BundleError, InputError
 from pagelet.models.manifest import Manifest, Quantization, check_files, load_manifest
 from pagelet.runtime.verification import Verification, replay
 from pagelet.tools.cli import common
@@ -50,7 +50,7 @@ def _certificate(manifest: Manifest, certificate: Certificate | None) -> list[tu
         )
         return [("certificate", f"none: {why}; export again to have one")]
     quality = certificate.quality
-    forced = ", above the limit, kept by --force" if certificate.forced else ""
+    forced = ", above the limit, kept by --accept-loss" if certificate.forced else ""
     limit = "" if certificate.max_kl is None else f", limit {certificate.max_kl:g}{forced}"
     worst = (f"{layer.layer} ({layer.error:.2%})" for layer in certificate.worst_layers(_WORST))
     return [
@@ -69,6 +69,8 @@ def _files(manifest: Manifest) -> list[tuple[str, str]]:
 def run_verify(args: argparse.Namespace) -> None:
     manifest = load_manifest(args.bundle)
     check_files(args.bundle, manifest, weights=True)
+    if args.threads is not None and not 1 <= args.threads <= 1024:
+        raise InputError(f"--threads is {args.threads}; expected 1 to 1024.")
     found = replay(args.bundle, manifest, args.threads)
     if args.json:
         head = {
@@ -103,6 +105,8 @@ def _verification(manifest: Manifest, found: Verification) -> list[tuple[str, st
 
 def _weights(quantization: Quantization) -> str:
     parts = [quantization.weights]
+    if quantization.quantizer == "auto":
+        return f"{quantization.weights} and others, chosen matrix by matrix (auto)"
     if quantization.group_size:
         parts.append(f"groups of {quantization.group_size}")
     elif quantization.weights == "fp8":

@@ -21,6 +21,9 @@ from pagelet.tools.quality.measure import Row
 from pagelet.tools.quality.report import document, markdown
 from pagelet.tools.quality.storage import bundle_storage
 
+# Of a text that the single layers are compared on: each of them is run through all that follow it.
+_PLOT_TOKENS = 1024
+
 
 def add_parsers(commands: Any) -> None:
     parser = commands.add_parser("eval", help="what quantization cost", description=__doc__)
@@ -54,7 +57,8 @@ def run(args: argparse.Namespace) -> None:
         _compare(args, text)
         return
     with common.open_engine(args) as engine, _reference(args) as reference:
-        pieces = _pieces(args, engine, text)
+        contexts = [reference.engine.max_context] if reference else []
+        pieces = _pieces(args, engine, text, *contexts)
         result = evaluate(engine, pieces, reference.engine if reference else None)
         if args.plot:
             assert reference
@@ -66,6 +70,8 @@ def _check(args: argparse.Namespace) -> None:
     """Refuse now what would fail after the long work."""
     if args.window < 2:
         raise InputError(f"--window is {args.window}; expected at least 2 tokens.")
+    if args.max_tokens is not None and args.max_tokens < 2:
+        raise InputError(f"--max-tokens is {args.max_tokens}; expected at least 2.")
     if args.compare and args.reference is None:
         raise InputError("--compare needs --reference: what all of them are compared with.")
     if args.plot and args.reference is None:
@@ -76,8 +82,9 @@ def _check(args: argparse.Namespace) -> None:
         raise InputError("--plot reads the graphs, which needs onnx: pip install 'pagelet[export,plot]'.")
 
 
-def _pieces(args: argparse.Namespace, engine: Engine, text: str) -> list[list[int]]:
-    size = min(args.window, engine.max_context)
+def _pieces(args: argparse.Namespace, engine: Engine, text: str, *contexts: int) -> list[list[int]]:
+    """Windows that every model concerned has positions for."""
+    size = min(args.window, engine.max_context, *contexts)
     return list(windows(engine.tokenizer.encode(text), size, args.max_tokens))
 
 
@@ -85,8 +92,9 @@ def _plot_layers(args: argparse.Namespace, reference: Path, pieces: list[list[in
     from pagelet.tools.progress import bar
     from pagelet.tools.quality.layers import layer_kl
 
+    few = list(windows([token for piece in pieces for token in piece], len(pieces[0]), _PLOT_TOKENS))
     with bar("layers", "layer") as on_layer:
-        plot_layers(layer_kl(args.bundle, reference, pieces, on_layer), args.bundle.resolve().name, args.plot)
+        plot_layers(layer_kl(args.bundle, reference, few, on_layer), args.bundle.resolve().name, args.plot)
 
 
 def _compare(args: argparse.Namespace, text: str) -> None:
@@ -96,7 +104,7 @@ def _compare(args: argparse.Namespace, text: str) -> None:
     rows = []
     with _reference(args) as original, tempfile.TemporaryDirectory(prefix="pagelet-logits-") as folder:
         assert original
-        pieces = _pieces(args, original.engine, text)
+        pieces = _pieces(args, original.engine, text, *(each.spec.max_context for each in manifests))
         check_room(Path(folder), sum(map(len, pieces)), original.engine.vocab_size)
         reference = KeptLogits(original.engine, Path(folder))
         for bundle, manifest in zip(bundles, manifests, strict=True):

@@ -64,11 +64,7 @@ def add_parsers(commands: Any) -> None:
         "--block-size", type=int, default=32, metavar="N", help="tokens of a KV block; default: 32"
     )
     _add_certificate(parser)
-    parser.add_argument(
-        "--force",
-        action="store_true",
-        help="replace an existing bundle; keep one that is further from the original than --max-kl",
-    )
+    parser.add_argument("--force", action="store_true", help="replace an existing bundle")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(run=run)
 
@@ -116,8 +112,11 @@ def _add_certificate(parser: argparse.ArgumentParser) -> None:
         "--max-kl",
         type=float,
         metavar="NATS",
-        help="stop above this mean KL divergence from the original; default: 0.5 (int4), 0.05 (int8), "
-        "0.1 (fp8)",
+        help="stop above this mean KL divergence from the original; default: 0.5 (int4), 0.05 (int8, bf16), "
+        "0.1 (fp8), 0.02 (fp16), 0.005 (fp32)",
+    )
+    parser.add_argument(
+        "--accept-loss", action="store_true", help="keep the bundle even above --max-kl, and record that"
     )
 
 
@@ -143,6 +142,7 @@ def run(args: argparse.Namespace) -> None:
         block_size=args.block_size,
         certificate_seconds=None if args.no_certificate else seconds,
         max_kl=args.max_kl,
+        accept_loss=args.accept_loss,
         force=args.force,
     )
     with _told_to_go_on(args.out), bar("export", "step") as on_progress:
@@ -168,8 +168,14 @@ def _check(args: argparse.Namespace) -> None:
         raise InputError(f"{names} belongs to --weights int4, not to {args.weights}: leave it out.")
     if args.quantizer == "auto" and (args.embedding or args.group_size):
         raise InputError("the quantizer auto chooses groups and the embedding's bits itself: leave them out.")
-    if args.no_certificate and (args.certificate_seconds is not None or args.max_kl is not None):
-        raise InputError("--no-certificate measures nothing: leave --certificate-seconds and --max-kl out.")
+    measured = {
+        "--certificate-seconds": args.certificate_seconds is not None,
+        "--max-kl": args.max_kl is not None,
+        "--accept-loss": args.accept_loss,
+    }
+    if args.no_certificate and any(measured.values()):
+        names = ", ".join(name for name, value in measured.items() if value)
+        raise InputError(f"--no-certificate measures nothing: leave {names} out.")
 
 
 @contextlib.contextmanager
@@ -180,8 +186,9 @@ def _told_to_go_on(out: Path) -> Iterator[None]:
     except KeyboardInterrupt:
         from pagelet.exporter.bundle import partial_folder
 
-        if (kept := partial_folder(out.absolute())).is_dir():
-            print(f"pagelet: the same command goes on with what is in {kept}", file=sys.stderr)
+        kept = partial_folder(out.absolute())
+        word = f"the same command goes on with what is in {kept}" if kept.is_dir() else "nothing was kept"
+        print(f"pagelet: {word}", file=sys.stderr)
         raise
 
 
@@ -206,7 +213,10 @@ def summary(out: Path, manifest: Manifest) -> str:
     lines = [f"{out}: {manifest.spec.architecture}, {kind}, {size / 1e6:.1f} MB, {bits:.2f} bits per weight"]
     exact = sum(entry.exact for entry in entries)
     if exact:
-        lines.append(f"{exact} of {len(entries)} matrices are the checkpoint's own numbers, unchanged")
+        rounded = "; activations are rounded to INT8 as they are used" if kind.startswith("int") else ""
+        lines.append(
+            f"{exact} of {len(entries)} matrices are the checkpoint's own numbers, unchanged{rounded}"
+        )
     if manifest.quantization.quantizer == "auto":
         counts = Counter(map(_storage, entries))
         lines.append("plan: " + ", ".join(f"{count} x {name}" for name, count in counts.most_common()))
@@ -221,7 +231,7 @@ def summary(out: Path, manifest: Manifest) -> str:
             f"for {quality.top1_agreement:.1%} of {quality.tokens} tokens"
         )
         if certificate.forced:
-            lines.append(f"kept by --force although the limit is {certificate.max_kl:g} nats")
+            lines.append(f"kept by --accept-loss although the limit is {certificate.max_kl:g} nats")
     return "\n".join(lines)
 
 

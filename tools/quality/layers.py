@@ -1,6 +1,7 @@
 """Where in a model the distance arises: one layer of a bundle at a time, among the reference's others."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def layer_kl(
         InputError: the bundles are not of one model.
     """
     original, rounded = bundle_part(reference), bundle_part(bundle)
-    if original.spec != rounded.spec:
+    if replace(original.spec, max_context=rounded.spec.max_context) != rounded.spec:
         raise InputError(f"{bundle} and {reference} are not of one model: their specs differ.")
     manifest = load_manifest(reference)
     runs = Sensitivity(pieces, CacheFormat(manifest.block_size, manifest.cache_type))
