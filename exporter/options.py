@@ -99,7 +99,7 @@ class ExportOptions:
 
         if self.certificate_seconds is not None and not 0 < self.certificate_seconds <= 86_400:
             raise InputError(
-                f"certificate seconds is {self.certificate_seconds:g}; expected more than 0, at most 86,400; "
+                f"certificate seconds is {self.certificate_seconds}; expected more than 0, at most 86,400; "
                 "to have none is an option of its own (--no-certificate)."
             )
         if self.max_kl is not None and not 0 < self.max_kl <= 1_000:

@@ -67,10 +67,10 @@ def _files(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def run_verify(args: argparse.Namespace) -> None:
-    manifest = load_manifest(args.bundle)
-    check_files(args.bundle, manifest, weights=True)
     if args.threads is not None and not 1 <= args.threads <= 1024:
         raise InputError(f"--threads is {args.threads}; expected 1 to 1024.")
+    manifest = load_manifest(args.bundle)
+    check_files(args.bundle, manifest, weights=True)
     found = replay(args.bundle, manifest, args.threads)
     if args.json:
         head = {
@@ -96,8 +96,9 @@ def _verification(manifest: Manifest, found: Verification) -> list[tuple[str, st
         *rows,
         ("arithmetic", f"{found.arithmetic} here, {found.certified_arithmetic} at the export"),
         (
-            "agreement",
-            f"{found.agreement:.1%} with the original's tokens, {found.certified_agreement:.1%} then",
+            "golden prompts",
+            f"the original's first choice at {found.agreement:.1%} of the positions; at the export "
+            f"{found.certified_agreement:.1%}",
         ),
         ("time", f"{found.seconds:.1f} s"),
     ]
@@ -113,6 +114,8 @@ def _weights(quantization: Quantization) -> str:
         parts.append("a scale per output")
     if quantization.weights == "int4":
         parts.append("symmetric" if quantization.symmetric else "asymmetric")
+    if quantization.quantizer not in ("none", "rtn"):
+        parts.append(f"by {quantization.quantizer}")
     if quantization.embedding:
         parts.append(f"embedding and head {quantization.embedding}")
     return ", ".join(parts)

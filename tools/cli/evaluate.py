@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -63,6 +64,7 @@ def run(args: argparse.Namespace) -> None:
         if args.plot:
             assert reference
             _plot_layers(args, reference.bundle, pieces)
+            _say_where(args.plot)
     print(json.dumps(result.to_json(), indent=1) if args.json else _table(result))
 
 
@@ -114,6 +116,11 @@ def _compare(args: argparse.Namespace, text: str) -> None:
     print(json.dumps(document(rows, []), indent=1) if args.json else markdown(rows))
     if args.plot:
         plot_sizes(rows, args.plot)
+        _say_where(args.plot)
+
+
+def _say_where(picture: Path) -> None:
+    print(f"picture: {picture}", file=sys.stderr)
 
 
 @dataclass(frozen=True)

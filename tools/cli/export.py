@@ -84,11 +84,15 @@ def _add_quantizer(parser: argparse.ArgumentParser) -> None:
         "--calibration",
         type=Path,
         metavar="FILE",
-        help="awq, gptq, auto: a UTF-8 text to look at, of the kind that the model will read; default: texts "
-        "that come with pagelet",
+        help="awq, gptq, auto: a UTF-8 text of the kind that the model will read, at most 64 MiB; default: "
+        "texts that come with pagelet",
     )
     parser.add_argument(
-        "--calibration-tokens", type=int, default=8_192, metavar="N", help="at most; default: %(default)s"
+        "--calibration-tokens",
+        type=int,
+        default=8_192,
+        metavar="N",
+        help="of that text at most; default: %(default)s, at least 1024",
     )
     parser.add_argument(
         "--desc-act",
@@ -106,7 +110,7 @@ def _add_certificate(parser: argparse.ArgumentParser) -> None:
         help="about how long the bundle is compared with the original at the end; default: 60",
     )
     parser.add_argument(
-        "--no-certificate", action="store_true", help="do not compare; the bundle says that nothing is proven"
+        "--no-certificate", action="store_true", help="do not compare; the bundle records that"
     )
     parser.add_argument(
         "--max-kl",

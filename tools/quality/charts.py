@@ -48,7 +48,7 @@ def plot_sizes(rows: Sequence[Row], path: Path) -> None:
     axis.set_xscale("log")
     axis.set_yscale("log")
     _bits_ticks(axis, [row.storage.bits_per_weight for row in rows])
-    axis.margins(0.06)
+    _distance_ticks(axis, heights)
     axis.set_xlabel("bits per weight, embedding and head included")
     axis.set_ylabel("mean KL divergence from the reference, nats")
     axis.set_title("Quality against size (lower left is better)", fontsize=11)
@@ -66,11 +66,25 @@ def _floor(rows: Sequence[Row]) -> float:
 
 
 def _bits_ticks(axis: Any, bits: Sequence[float]) -> None:
-    low, high = min(bits), max(bits)
-    ticks = [tick for tick in (3, 4, 4.5, 5, 6, 8, 12, 16, 24, 32) if low * 0.9 <= tick <= high * 1.1]
+    low, high = 0.9 * min(bits), 1.1 * max(bits)
+    ticks = [tick for tick in (3, 3.5, 4, 4.5, 5, 5.5, 6, 7, 8, 9, 12, 16, 24, 32) if low <= tick <= high]
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.set_xlim(low, high)
     axis.minorticks_off()
     axis.grid(alpha=0.3)
+
+
+def _distance_ticks(axis: Any, heights: Sequence[float]) -> None:
+    """1, 2 and 5 of each decade, of at least one decade."""
+    low, high = min(heights), max(heights)
+    wide = max(1.3, (10 * low / high) ** 0.5)
+    low, high = low / wide, high * wide
+    decades = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
+    ticks = [first * 10.0**decade for decade in decades for first in (1, 2, 5)]
+    shown = [tick for tick in ticks if low <= tick <= high]
+    axis.set_yticks(shown, [f"{tick:.6f}".rstrip("0") for tick in shown])
+    axis.set_ylim(low, high)
+    axis.minorticks_off()
 
 
 def _label(axis: Any, rows: Sequence[Row], heights: Sequence[float]) -> None:
@@ -108,6 +122,7 @@ def plot_layers(kl: Sequence[float], name: str, path: Path) -> None:
     axis.set_title(f"{name}: only this layer's weights, all others the reference's", fontsize=11)
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.margins(x=0.01)
+    axis.set_ylim(0, 1.05 * max(kl) or 1e-6)
     axis.grid(alpha=0.3, axis="y")
     figure.tight_layout()
     figure.savefig(path, dpi=130)
