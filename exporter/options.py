@@ -113,7 +113,7 @@ class ExportOptions:
                 f"the quantizer {self.quantizer} belongs to {' and '.join(served)} weights, not to "
                 f"{self.weights}: leave it out."
             )
-        if not self.is_calibrated and (self.calibration, self.calibration_tokens) != (None, 8_192):
+        if not self.is_calibrated and self.calibration is not None:
             raise InputError("a calibration belongs to the quantizers awq, gptq and auto: name one of them.")
         if not self.desc_act and self.quantizer not in ("gptq", "auto"):
             raise InputError("the order of columns (desc_act) belongs to the quantizers gptq and auto.")

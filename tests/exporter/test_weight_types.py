@@ -177,6 +177,8 @@ def test_a_group_size_without_groups_is_an_error(weights: str) -> None:
 
 def test_the_command_offers_what_the_exporter_serves() -> None:
     assert command.WEIGHTS == exporter_options.WEIGHTS
+    assert command.QUANTIZERS == exporter_options.QUANTIZERS
+    assert ExportOptions().calibration_tokens == command.CALIBRATION_TOKENS
 
 
 def test_fp8_blocks_share_their_scales(make_llama: MakeCheckpoint, tmp_path: Path) -> None:

@@ -144,8 +144,10 @@ CHANGES: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda data: data.update(layer_outputs="../x"), "'../x' is not among the bundle's files"),
     (lambda data: data.update(seconds=-1), "'seconds' is -1"),
     (lambda data: data.update(max_kl=math.nan), "'max_kl' is nan"),
-    (lambda data: data.update(note="x" * 1001), "longer than 1000"),
+    (lambda data: data.update(note="x" * 1001), "'note' is not at most 1000 printable characters"),
+    (lambda data: data.update(note="\x1b[31mred"), "'note' is not at most 1000 printable characters"),
     (lambda data: data.update(arithmetic=3), "'arithmetic' is 3"),
+    (lambda data: data.update(arithmetic="x"), "'arithmetic' is 'x', which no kernel has"),
 ]
 
 

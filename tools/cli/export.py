@@ -15,6 +15,7 @@ from pagelet.models.errors import InputError, PageletError
 from pagelet.models.manifest import Manifest, TensorEntry
 
 # As the exporter has them, which is imported only when it runs.
+CALIBRATION_TOKENS = 8_192
 QUANTIZERS = ("rtn", "awq", "gptq", "auto")
 WEIGHTS = ("int4", "int8", "fp8", "fp16", "bf16", "fp32")
 
@@ -90,9 +91,8 @@ def _add_quantizer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibration-tokens",
         type=int,
-        default=8_192,
         metavar="N",
-        help="of that text at most; default: %(default)s, at least 1024",
+        help=f"of that text at most; default: {CALIBRATION_TOKENS}, at least 1024",
     )
     parser.add_argument(
         "--desc-act",
@@ -136,7 +136,7 @@ def run(args: argparse.Namespace) -> None:
         quantizer=args.quantizer,
         bits_per_weight=args.bits_per_weight,
         calibration=args.calibration,
-        calibration_tokens=args.calibration_tokens,
+        calibration_tokens=CALIBRATION_TOKENS if args.calibration_tokens is None else args.calibration_tokens,
         desc_act=args.desc_act,
         embedding=args.embedding or "int8",
         target=args.target,
@@ -170,6 +170,8 @@ def _check(args: argparse.Namespace) -> None:
     if args.weights != "int4" and any(given.values()):
         names = ", ".join(name for name, value in given.items() if value)
         raise InputError(f"{names} belongs to --weights int4, not to {args.weights}: leave it out.")
+    if args.quantizer == "rtn" and args.calibration_tokens is not None:
+        raise InputError("--calibration-tokens belongs to the quantizers awq, gptq and auto: leave it out.")
     if args.quantizer == "auto" and (args.embedding or args.group_size):
         raise InputError("the quantizer auto chooses groups and the embedding's bits itself: leave them out.")
     measured = {
