@@ -390,8 +390,8 @@ def refused(source: Path, calibration: Path, tmp_path: Path) -> tuple[ExportOpti
 def test_the_refusal_says_how_far(refused: tuple[ExportOptions, str], tmp_path: Path) -> None:
     _, message = refused
     found = re.search(
-        r"mean KL divergence (\S+) nats, limit 1e-06; perplexity (\S+) before, (\S+) after; top-1 agreement "
-        r"(\S+)%; layers with the largest error: \d \((\S+)%\), \d \((\S+)%\)\.",
+        r"mean KL divergence (\S+) nats, limit 1e-06 \(perplexity (\S+) before, (\S+) after; the same first "
+        r"choice for (\S+)% of \d+ tokens; layers with the largest error: \d \((\S+)%\), \d \((\S+)%\)\)\.",
         message,
     )
     assert found, message
