@@ -6,7 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagelet.exporter.calibration.attention_mass import attention_mass
+from pagelet.exporter.checkpoint import Checkpoint
 from pagelet.exporter.layerwise import Float32, Taps
+from pagelet.exporter.stacked_rows import read_finite
 from pagelet.models.errors import CheckpointError
 from pagelet.models.spec import ModelSpec
 
@@ -57,6 +59,13 @@ class LayerMoments:
         with np.errstate(over="ignore", invalid="ignore"):  # `hessian` reports it
             products = (x.T @ x).astype(np.float64)
             self._sums[module] = self._sums.get(module, 0.0) + products
+
+
+def head_hessian(checkpoint: Checkpoint, spec: ModelSpec, residual: Float32) -> Float64:
+    """That of the head, float64 [hidden, hidden]; `residual` [tokens, hidden]: behind the last layer."""
+    normed = rms_norm(residual, read_finite(checkpoint, "final_norm.weight"), spec.norm_epsilon)
+    hessian: Float64 = (normed.T @ normed).astype(np.float64) / len(normed)
+    return hessian
 
 
 def rms_norm(x: Float32, weight: Float32, epsilon: float) -> Float32:

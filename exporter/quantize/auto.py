@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pagelet.exporter.calibration.moments import Float64, LayerMoments, rms_norm
+from pagelet.exporter.calibration.moments import Float64, LayerMoments, head_hessian
 from pagelet.exporter.formats import Formats
 from pagelet.exporter.job import Job
 from pagelet.exporter.layerwise import Float32, Part
@@ -119,10 +119,7 @@ class _Measuring:
                 self._job.on_progress(layer + 1, total, f"measure layers.{layer}")
                 self._layer(original.layer(layer), changed, layer)
             self._job.on_progress(total - 1, total, "measure head")
-            normed = rms_norm(
-                self._run.output, read_finite(self._checkpoint, "final_norm.weight"), spec.norm_epsilon
-            )
-            hessian = (normed.T @ normed).astype(np.float64) / len(normed)
+            hessian = head_hessian(self._checkpoint, spec, self._run.output)
             head = "embedding" if spec.tie_embeddings else "head"
             if head == "head":  # tokens are looked up alike often, for all that is known
                 self._errors["embedding"] = self._format_errors("embedding", ("embedding",), None)

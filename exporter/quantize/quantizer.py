@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from pagelet.exporter.calibration.moments import Float64, LayerMoments, rms_norm
+from pagelet.exporter.calibration.moments import Float64, LayerMoments, head_hessian
 from pagelet.exporter.formats import TABLES, Formats
 from pagelet.exporter.job import Job
 from pagelet.exporter.layerwise import Float32, Layerwise, Part, Texts
@@ -144,10 +144,7 @@ class Calibrated:
             return nearest(format)
         residual = self._original_output() if module == "embedding" else self.residual
         assert residual is not None
-        normed = rms_norm(
-            residual, read_finite(self._checkpoint, "final_norm.weight"), self._spec.norm_epsilon
-        )
-        hessian = (normed.T @ normed).astype(np.float64) / len(normed)
+        hessian = head_hessian(self._checkpoint, self._spec, residual)
         return Treatment(self._round(module, hessian, format, None, damping=_TABLE_DAMPING))
 
     def _original_output(self) -> Float32:
@@ -167,10 +164,11 @@ class Calibrated:
         hessians = {module: moments.hessian(module.removeprefix(at)) for module, _ in layer_units(layer)}
         scales = self._search(layer, hessians) if self._scaling else _Scales()
         treatments = {}
-        for module, _ in layer_units(layer):
+        for module, roles in layer_units(layer):
             treatment = scales.treatment(module)
             format = self._formats.of(module)
-            if isinstance(format, LinearFormat):
+            exact = stacked(self._checkpoint, module, roles, format, treatment).exact
+            if isinstance(format, LinearFormat) and not exact:
                 round = self._round(module, hessians[module], format, treatment.input_scales)
                 treatment = Treatment(round, treatment.input_scales, treatment.output_scales)
             treatments[module] = treatment

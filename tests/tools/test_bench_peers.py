@@ -120,7 +120,6 @@ def test_the_table_has_a_row_for_each_and_says_who_is_missing() -> None:
 
 
 def test_the_picture_shows_what_several_have(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the picture needs pagelet[plot]")
     columns = figures([Scenario("plain", 100, 11), Scenario("rows-4", 8, 5, 4, ours_only=True)])
     plot(columns, [record("ours", 0.5, 2.0), record("theirs", 1.0, 1.0, "other")], tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")

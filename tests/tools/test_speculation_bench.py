@@ -113,7 +113,6 @@ def test_loops_and_other_texts_are_told() -> None:
 
 
 def test_the_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the picture needs pagelet[plot]")
     plot([Result.of("copy", [pair(100, 200, 20, 10)])], tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
