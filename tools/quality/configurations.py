@@ -9,7 +9,7 @@ from pagelet.models.errors import InputError
 
 _QUANTIZERS = ("rtn", "awq", "gptq")
 _GROUP_SIZES = (32, 64, 128)
-_BUDGETS = (4.5, 4.6, 5.5)
+_BUDGETS = (4.5, 4.6, 5.0, 5.5)
 
 
 @dataclass(frozen=True)
