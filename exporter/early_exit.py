@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from pagelet.exporter.checkpoint import Checkpoint
-from pagelet.exporter.checkpoint.base import TensorInfo
+from pagelet.exporter.checkpoint.tensor_info import TensorInfo
 from pagelet.models.errors import CheckpointError, InputError
 from pagelet.models.spec import ModelSpec
 
@@ -30,13 +30,13 @@ def exit_after(checkpoint: Checkpoint, spec: ModelSpec, num_layers: int) -> Mode
         )
     norm = _exit_tensor(checkpoint.tensors, f"early_exit.{num_layers}.norm.weight", (spec.hidden_size,))
     if norm:
-        checkpoint.weights["final_norm.weight"] = norm
+        checkpoint.give("final_norm.weight", norm)
     shape = (spec.vocab_size, spec.hidden_size)
     head = _exit_tensor(checkpoint.tensors, f"early_exit.{num_layers}.head.weight", shape)
     if head:
-        checkpoint.weights["head.weight"] = head
+        checkpoint.give("head.weight", head)
         spec = replace(spec, tie_embeddings=False)
-    return replace(spec, num_layers=num_layers, layer_windows=spec.layer_windows[:num_layers])
+    return replace(spec, layers=spec.layers[:num_layers])
 
 
 def _exit_tensor(tensors: Mapping[str, TensorInfo], name: str, shape: tuple[int, ...]) -> TensorInfo | None:

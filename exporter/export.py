@@ -92,10 +92,10 @@ def export(
 
 
 def _limited(spec: ModelSpec, max_context: int | None) -> ModelSpec:
-    if max_context is None:
-        return spec
-    if max_context > spec.max_context:
-        raise InputError(
-            f"max context {max_context} is more than the model's own {spec.max_context} positions."
-        )
-    return replace(spec, max_context=max_context)
+    """With the context that the bundle is made for, and the rotations that it then has."""
+    longest = max((rope.reach(spec.max_context) for rope in spec.ropes), default=spec.max_context)
+    if max_context is not None and max_context > longest:
+        raise InputError(f"max context {max_context} is more than the model's own {longest} positions.")
+    context = max_context or spec.max_context
+    ropes = tuple(rope.for_context(context) for rope in spec.ropes)
+    return replace(spec, max_context=context, ropes=ropes)

@@ -12,6 +12,7 @@ from pagelet.plugins.float_packing import FloatFormat
 from pagelet.plugins.packing import LinearFormat
 
 TABLES = ("embedding", "head")
+ROUTER = "mlp.router"
 INT8 = LinearFormat(8, asymmetric=False)
 
 
@@ -24,6 +25,8 @@ class Formats:
     modules: Mapping[str, WeightFormat] = field(default_factory=dict)
 
     def of(self, module: str) -> WeightFormat:
+        if module.endswith(ROUTER):  # its few numbers choose the experts
+            return FloatFormat("f32")
         return self.modules.get(module) or (self.tables if module in TABLES else self.layers)
 
 
@@ -50,7 +53,7 @@ def choose_formats(options: ExportOptions, checkpoint: Checkpoint) -> Formats:
 
 def _own_fp8_groups(checkpoint: Checkpoint) -> int:
     """Inputs per scale of an FP8 checkpoint, so that its numbers pass through; 0 where that cannot be."""
-    rows = checkpoint.read_fp8("layers.0.mlp.down.weight", 0, 1)
+    rows = checkpoint.read_fp8("layers.0.attention.o.weight", 0, 1)
     size = rows.group_size if rows else 0
     widths = [info.shape[1] for info in checkpoint.weights.values() if len(info.shape) == 2]
     return size if size in GROUP_SIZES and all(width % size == 0 for width in widths) else 0

@@ -14,7 +14,13 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from pagelet.exporter.graph import CacheFormat, build_embedding_graph, build_head_graph, build_layer_graph
+from pagelet.exporter.graph import (
+    TAPS,
+    CacheFormat,
+    build_embedding_graph,
+    build_head_graph,
+    build_layer_graph,
+)
 from pagelet.exporter.weights import StoredWeights
 from pagelet.models.spec import ModelSpec
 from pagelet.plugins.session import open_session
@@ -25,7 +31,6 @@ if TYPE_CHECKING:
 Float32 = NDArray[np.float32]
 Taps = Mapping[str, Float32]
 OnTaps = Callable[[Taps, Sequence[int]], None]
-TAPS = ("qkv", "attended", "middle", "gated")
 
 # Rows of one run: enough to keep the kernels busy; the widest activation of them is what memory holds.
 BATCH_TOKENS = 2048
@@ -92,13 +97,15 @@ class Layerwise:
         session = self._open(build_embedding_graph(part.spec, part.weights, part.folder), part)
         out: Float32 = np.empty((len(self.texts), part.spec.hidden_size), np.float32)
         for rows, _ in self.texts.batches():
-            out[rows] = session.run(["residual"], {"input_ids": self.texts.token_ids[rows]})[0]
+            feeds = {"input_ids": self.texts.token_ids[rows], "position_ids": self.texts.positions[rows]}
+            known = {each.name for each in session.get_inputs()}
+            out[rows] = session.run(["residual"], {name: feeds[name] for name in known})[0]
         return out
 
     def layer(self, part: Part, layer: int, residual: Float32, on_taps: OnTaps | None = None) -> Float32:
         """The residual stream behind a layer, given the one before it.
 
-        `on_taps` is told of each run's `residual_in` and TAPS (`build_layer_graph`), and its texts' lengths.
+        `on_taps` is told of each run's TAPS (`graph_layer`), and its texts' lengths.
         """
         session = self._open(
             build_layer_graph(part.spec, part.weights, layer, self._cache, part.folder), part
@@ -107,11 +114,12 @@ class Layerwise:
         for rows, lengths in self.texts.batches():
             feeds = self._step(part.spec, layer, lengths, self.texts.positions[rows])
             feeds["residual_in"] = residual[rows]
-            names = ["residual", *(TAPS if on_taps else ())]
+            computed = {value.name for value in session.get_outputs()}
+            names = ["residual", *(name for name in TAPS if on_taps and name in computed)]
             values = dict(zip(names, self._run(session, feeds, names), strict=True))
             out[rows] = values.pop("residual")
-            if on_taps:
-                on_taps({"residual_in": residual[rows], **values}, lengths)
+            if on_taps:  # what is no output is the layer's input
+                on_taps({**dict.fromkeys(TAPS, residual[rows]), **values}, lengths)
         return out
 
     def logits(self, part: Part, residual: Float32) -> Iterator[tuple[slice, Float32]]:
@@ -135,12 +143,13 @@ class Layerwise:
         for row, (first, count) in enumerate(zip(np.cumsum([0, *blocks]), blocks, strict=False)):
             table[row, :count] = np.arange(first, first + count)
         dtype, element = _CACHE_DTYPES[self._cache.type]
-        shape = (sum(blocks), size, spec.num_kv_heads)
+        kind = spec.layers[layer]
+        shape = (sum(blocks), size, kind.num_kv_heads)
         caches: dict[str, tuple[NDArray[Any], int]] = {}
-        for kind in ("key", "value"):
-            caches[f"{kind}_cache.{layer}"] = np.zeros((*shape, spec.head_dim), dtype), element
+        for name in ("key", "value"):
+            caches[f"{name}_cache.{layer}"] = np.zeros((*shape, kind.head_dim), dtype), element
             if self._cache.type in ("int8", "fp8"):
-                caches[f"{kind}_scale_cache.{layer}"] = np.zeros(shape, np.float32), 1
+                caches[f"{name}_scale_cache.{layer}"] = np.zeros(shape, np.float32), 1
         return {
             "position_ids": positions,
             "cumulative_sequence_length": np.cumsum([0, *lengths], dtype=np.int32),

@@ -5,7 +5,15 @@ from pagelet.exporter.job import Job
 from pagelet.exporter.layerwise import Part
 from pagelet.exporter.quantize.quantizer import Quantizer
 from pagelet.exporter.resume import Progress, load_progress, save_progress
-from pagelet.exporter.weights import WEIGHTS_NAME, StoredWeights, WeightsFile, WeightsWriter, layer_units
+from pagelet.exporter.weights import (
+    WEIGHTS_NAME,
+    StoredWeights,
+    WeightsFile,
+    WeightsWriter,
+    layer_units,
+    layer_vectors,
+    norm_vectors,
+)
 
 
 def write_weights(job: Job, formats: Formats, quantizer: Quantizer) -> StoredWeights:
@@ -29,6 +37,9 @@ def write_weights(job: Job, formats: Formats, quantizer: Quantizer) -> StoredWei
         else:
             on_progress(0, total, "embedding")
             writer.rope_tables(spec)
+            writer.position_table(spec)
+            writer.ones(spec)
+            writer.temperature(spec)
             writer.linear("embedding", ("embedding",), formats.of("embedding"), quantizer.table("embedding"))
             file.flush()
             quantizer.start(written)
@@ -36,11 +47,11 @@ def write_weights(job: Job, formats: Formats, quantizer: Quantizer) -> StoredWei
         for layer in range(first, spec.num_layers):
             on_progress(4 * layer + 1, total, f"layers.{layer}")
             plan = quantizer.plan(layer)
-            for part, (module, roles) in enumerate(layer_units(layer)):
+            for part, (module, roles) in enumerate(layer_units(spec, layer)):
                 on_progress(4 * layer + 1 + part, total, module)
                 writer.linear(module, roles, formats.of(module), plan.of(module))
-            for norm in ("attention.norm", "mlp.norm"):
-                writer.norm(f"layers.{layer}.{norm}", plan.norm_scales)
+            for role in layer_vectors(spec, layer):
+                writer.vector(role, plan.norm_scales)
             file.flush()
             quantizer.advance(layer, written)
             save_progress(
@@ -49,6 +60,7 @@ def write_weights(job: Job, formats: Formats, quantizer: Quantizer) -> StoredWei
         on_progress(total - 1, total, "head")
         if not spec.tie_embeddings:
             writer.linear("head", ("head",), formats.of("head"), quantizer.table("head"))
-        writer.norm("final_norm")
+        for role in norm_vectors(spec, "final_norm"):
+            writer.vector(role)
         on_progress(total, total, "")
     return writer.stored

@@ -9,7 +9,14 @@ from types import TracebackType
 from pagelet.exporter.checkpoint import Checkpoint
 from pagelet.exporter.layerwise import Part
 from pagelet.exporter.stacked_rows import PLAIN, Treatment, WeightFormat
-from pagelet.exporter.weights import WEIGHTS_NAME, WeightsFile, WeightsWriter, layer_units
+from pagelet.exporter.weights import (
+    WEIGHTS_NAME,
+    WeightsFile,
+    WeightsWriter,
+    layer_units,
+    layer_vectors,
+    norm_vectors,
+)
 from pagelet.models.spec import ModelSpec
 from pagelet.plugins.float_packing import FloatFormat
 
@@ -35,24 +42,26 @@ class Original:
         self._home = tempfile.TemporaryDirectory(prefix=ORIGINAL_PREFIX, dir=inside)
 
     def embedding(self, rounded: Mapping[str, Rounded] | None = None) -> Part:
-        return self._part([("embedding", ("embedding",))], [], rounded or {})
+        units = [("embedding", ("embedding",))]
+        return self._part(units, [], rounded or {}, positions=True)
 
     def layer(self, layer: int, rounded: Mapping[str, Rounded] | None = None) -> Part:
         """A layer; the modules that `rounded` names are written so."""
-        norms = [f"layers.{layer}.attention.norm", f"layers.{layer}.mlp.norm"]
-        return self._part(layer_units(layer), norms, rounded or {}, rope=True)
+        vectors = layer_vectors(self._spec, layer)
+        return self._part(layer_units(self._spec, layer), vectors, rounded or {}, rope=True)
 
     def head(self, rounded: Mapping[str, Rounded] | None = None) -> Part:
         head = "embedding" if self._spec.tie_embeddings else "head"
-        return self._part([(head, (head,))], ["final_norm"], rounded or {})
+        return self._part([(head, (head,))], norm_vectors(self._spec, "final_norm"), rounded or {})
 
     def _part(
         self,
         units: Iterable[tuple[str, tuple[str, ...]]],
-        norms: Iterable[str],
+        vectors: Iterable[str],
         rounded: Mapping[str, Rounded],
         *,
         rope: bool = False,
+        positions: bool = False,
     ) -> Part:
         folder = Path(self._home.name)
         (folder / WEIGHTS_NAME).unlink(missing_ok=True)  # a session that still maps it keeps its bytes
@@ -61,10 +70,14 @@ class Original:
             for module, roles in units:
                 format, treatment = rounded.get(module, (self._own_format(roles), PLAIN))
                 writer.linear(module, roles, format, treatment)
-            for role in norms:
-                writer.norm(role)
+            for role in vectors:
+                writer.vector(role)
+            writer.ones(self._spec)
+            if positions:
+                writer.position_table(self._spec)
             if rope:
                 writer.rope_tables(self._spec)
+                writer.temperature(self._spec)
         return Part(self._spec, writer.stored, folder)
 
     def _own_format(self, roles: tuple[str, ...]) -> FloatFormat:

@@ -182,7 +182,9 @@ def _tensor(value: Mapping[str, Any]) -> StoredTensor:
 def _linear(value: Mapping[str, Any]) -> Linear:
     bias = value["bias"] and _tensor(value["bias"])
     weight = _tensor(value["weight"])
-    return Linear(**{**value, "format": _format(value["format"]), "weight": weight, "bias": bias})
+    parameters = tuple(value["activation_parameters"])
+    parts = {"format": _format(value["format"]), "weight": weight, "bias": bias}
+    return Linear(**{**value, **parts, "activation_parameters": parameters})
 
 
 def _format(value: Mapping[str, Any]) -> WeightFormat:

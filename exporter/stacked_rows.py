@@ -25,6 +25,8 @@ Round = Callable[[Float32], Quantized]
 
 # Floats of one piece; bounds the exporter's memory whatever the tensor's size.
 PIECE = 4 << 20
+# Roles that one linear layer of the model stacks; more are experts.
+_MOST_FUSED = 3
 # The checkpoint's numbers that a plain float holds unchanged.
 _EXACT = {"f32": {"F32", "F16", "BF16"}, "f16": {"F16"}, "bf16": {"BF16"}}
 
@@ -65,7 +67,7 @@ def nearest(format: WeightFormat, *, fp8_blocks: bool = False) -> Treatment:
 
 
 class StackedRows:
-    """Weights that follow one another, or, `interleaved`, two of the same shape that alternate tile by tile.
+    """Weights that follow one another, or, `interleaved`, pairs of the same shape that alternate by tiles.
 
     Attributes:
         width: inputs.
@@ -159,10 +161,10 @@ class StackedRows:
         self._squared += float(np.square(values, dtype=np.float64).sum())
 
     def _check_shape(self) -> None:
-        if self._interleaved and self.count % (2 * TILE_COLUMNS):
+        each = self._starts[1]
+        if (self._interleaved or len(self._roles) > _MOST_FUSED) and each % TILE_COLUMNS:
             raise CheckpointError(
-                f"{self._names()}: {self.count // 2} outputs; "
-                f"this version needs a multiple of {TILE_COLUMNS}."
+                f"{self._names()}: {each} outputs; this version needs a multiple of {TILE_COLUMNS}."
             )
         group = self._format.group_size
         if group and self.width % group:
@@ -184,12 +186,15 @@ class StackedRows:
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
         """(role, first row, last row) of each weight that rows [start, stop) touch."""
-        if self._interleaved:
-            yield from ((role, start // 2, stop // 2) for role in self._roles)
-            return
-        for role, first, last in zip(self._roles, self._starts, self._starts[1:], strict=False):
+        together = 2 if self._interleaved else 1
+        for index in range(0, len(self._roles), together):
+            first, last = self._starts[index], self._starts[index + together]
             if start < last and stop > first:
-                yield role, max(start, first) - first, min(stop, last) - first
+                low, high = max(start, first) - first, min(stop, last) - first
+                yield from (
+                    (role, low // together, high // together)
+                    for role in self._roles[index : index + together]
+                )
 
     def floats(self, start: int, stop: int) -> Float32:
         """Rows [start:stop] as the treatment scales them, not rounded; float32 [rows, width]."""
@@ -225,10 +230,15 @@ class StackedRows:
         if not self._interleaved:
             return parts[0] if len(parts) == 1 else np.concatenate(parts)
         width = parts[0].shape[1]
-        return np.stack([part.reshape(-1, TILE_COLUMNS, width) for part in parts], axis=1).reshape(-1, width)
+        pairs = [
+            np.stack([part.reshape(-1, TILE_COLUMNS, width) for part in parts[i : i + 2]], axis=1)
+            for i in range(0, len(parts), 2)
+        ]
+        return np.concatenate([pair.reshape(-1, width) for pair in pairs])
 
     def _names(self) -> str:
-        return ", ".join(self._checkpoint.weights[role].name for role in self._roles)
+        names = dict.fromkeys(self._checkpoint.weights[role].name for role in self._roles)
+        return ", ".join([*names][:_MOST_FUSED]) + (", …" if len(names) > _MOST_FUSED else "")
 
 
 @contextmanager

@@ -26,11 +26,14 @@ from pagelet.exporter.stacked_rows import (
 )
 from pagelet.models.manifest import TensorEntry
 from pagelet.models.spec import ModelSpec
+from pagelet.models.weight_shapes import weight_shapes
 from pagelet.plugins.packing import LinearFormat
 
 WEIGHTS_NAME = "model.weights"
 # A cache line: the kernels then load whole vectors without crossing two.
 _ALIGNMENT = 64
+# Not learned, and the same in all checkpoints (transformers' XIELUActivation).
+_XIELU_BETA, _XIELU_EPSILON = 0.5, -1e-6
 # The types of the ops, as users and the manifest call them.
 _TYPE_NAMES = {"f16": "fp16", "f32": "fp32"}
 
@@ -56,6 +59,7 @@ class Linear:
     weight: StoredTensor
     bias: StoredTensor | None = None
     gated: bool = False  # the outputs are pairs of tiles, gate and up
+    activation_parameters: tuple[float, ...] = ()  # of an activation that learns some
 
 
 @dataclass(frozen=True)
@@ -102,13 +106,30 @@ class WeightsFile:
         return StoredTensor(name, dtype, shape, offset, self._stream.tell() - offset)
 
 
-def layer_units(layer: int) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(module, roles stacked along its outputs) of a layer's linear layers, in graph order."""
+def layer_units(spec: ModelSpec, layer: int) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """(module, roles stacked along its outputs) of a layer's linear layers, in graph order.
+
+    All experts of a layer stand in one matrix, one after another.
+    """
     at = f"layers.{layer}."
     yield at + "attention.qkv", tuple(at + "attention." + part for part in "qkv")
     yield at + "attention.o", (at + "attention.o",)
-    yield at + "mlp.gate_up", (at + "mlp.gate", at + "mlp.up")
-    yield at + "mlp.down", (at + "mlp.down",)
+    if spec.layers[layer].experts and spec.experts:
+        expert = [f"{at}mlp.experts.{number}." for number in range(spec.experts.count)]
+        yield at + "mlp.router", (at + "mlp.router",)
+        yield at + "mlp.experts.gate_up", tuple(one + part for one in expert for part in ("gate", "up"))
+        yield at + "mlp.experts.down", tuple(one + "down" for one in expert)
+    else:
+        if spec.mlp.gated:
+            yield at + "mlp.gate_up", (at + "mlp.gate", at + "mlp.up")
+        else:
+            yield at + "mlp.up", (at + "mlp.up",)
+        yield at + "mlp.down", (at + "mlp.down",)
+
+
+def is_routed(module: str) -> bool:
+    """Whether a router decides which tokens it sees, or it is the router."""
+    return ".mlp.experts." in module or module.endswith("mlp.router")
 
 
 def linear_units(spec: ModelSpec) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -118,16 +139,29 @@ def linear_units(spec: ModelSpec) -> Iterator[tuple[str, tuple[str, ...]]]:
     """
     yield "embedding", ("embedding",)
     for layer in range(spec.num_layers):
-        yield from layer_units(layer)
+        yield from layer_units(spec, layer)
     if not spec.tie_embeddings:
         yield "head", ("head",)
 
 
-def norm_roles(spec: ModelSpec) -> Iterator[str]:
-    """Roles of the norms' weights, without their ending."""
-    for role, shape in spec.weight_shapes():
-        if len(shape) == 1 and role.endswith("norm.weight"):
-            yield role.removesuffix(".weight")
+def layer_vectors(spec: ModelSpec, layer: int) -> Iterator[str]:
+    """Roles of all that a layer has beside its linear layers' weights and biases, with their endings."""
+    linear = {role for _, roles in layer_units(spec, layer) for role in roles}
+    for role, _ in weight_shapes(spec):
+        if (
+            role.startswith(f"layers.{layer}.")
+            and role.rpartition(".")[0] not in linear
+            and not role.endswith(("alpha_p.values", "alpha_n.values"))
+        ):
+            yield role
+
+
+def norm_vectors(spec: ModelSpec, norm: str) -> Iterator[str]:
+    """Roles of what a norm of the residual stream has, with their endings."""
+    if spec.norm.weight:
+        yield norm + ".weight"
+    if spec.norm.bias:
+        yield norm + ".bias"
 
 
 class WeightsWriter:
@@ -157,7 +191,13 @@ class WeightsWriter:
         weight = self._file.add(module + ".weight", "uint8", (size,), rows.pieces())
         assert weight.length == size, f"{module}: packed {weight.length} bytes, expected {size}"
         self.stored.linears[module] = Linear(
-            rows.width, rows.count, format, weight, bias, gated=module.endswith("mlp.gate_up")
+            rows.width,
+            rows.count,
+            format,
+            weight,
+            bias,
+            gated=module.endswith(".gate_up"),
+            activation_parameters=self._activation_parameters(module),
         )
         self.stored.entries[module] = TensorEntry(
             type_name(format),
@@ -169,22 +209,62 @@ class WeightsWriter:
             error=rows.error,
         )
 
-    def norm(self, role: str, scales: Mapping[str, Float32] | None = None) -> None:
-        """A norm's weight, divided by its scales where it has some."""
-        self.stored.vectors[role + ".weight"] = self._vector(
-            role + ".weight", self._scaled(role, ".weight", scales or {})
+    def _activation_parameters(self, module: str) -> tuple[float, ...]:
+        """xIELU's alpha_p, alpha_n, beta and eps (Huang and Schlag, 2024), the first two behind softplus."""
+        at = module.rpartition(".")[0]
+        if not module.endswith("mlp.up") or at + ".alpha_p.values" not in self._checkpoint.weights:
+            return ()
+        positive, negative = (
+            float(
+                np.logaddexp(0.0, read_finite(self._checkpoint, f"{at}.{name}.values").astype(np.float64))[0]
+            )
+            for name in ("alpha_p", "alpha_n")
         )
+        return positive, _XIELU_BETA + negative, _XIELU_BETA, _XIELU_EPSILON
+
+    def vector(self, role: str, scales: Mapping[str, Float32] | None = None) -> None:
+        """A role as float32, ending included; divided by its scales where it has some."""
+        stem, _, kind = role.rpartition(".")
+        self.stored.vectors[role] = self._vector(role, self._scaled(stem, "." + kind, scales or {}))
+
+    def ones(self, spec: ModelSpec) -> None:
+        """The weight of norms that have none."""
+        sizes = {
+            "norm.ones": spec.hidden_size if not spec.norm.weight or spec.embedding_norm else 0,
+            "head_norm.ones": spec.layers[0].head_dim
+            if spec.attention.norm and not spec.attention.norm_weight
+            else 0,
+        }
+        for name, size in sizes.items():
+            if size:
+                self.stored.vectors[name] = self._vector(name, np.ones(size, np.float32))
 
     def rope_tables(self, spec: ModelSpec) -> None:
         """cos and sin of every position, in pieces: contexts of millions of tokens have large tables."""
-        half = spec.rope.rotary_dim // 2
-        step = max(PIECE // half, 1)
-        for which, name in enumerate(("rope.cos", "rope.sin")):
-            pieces = (
-                spec.rope.tables(min(step, spec.max_context - start), start)[which]
-                for start in range(0, spec.max_context, step)
+        for index, rope in enumerate(spec.ropes):
+            half = rope.rotary_dim // 2
+            step = max(PIECE // half, 1)
+            for which, name in enumerate((f"rope.{index}.cos", f"rope.{index}.sin")):
+                pieces = (
+                    rope.tables(min(step, spec.max_context - start), start)[which]
+                    for start in range(0, spec.max_context, step)
+                )
+                self.stored.vectors[name] = self._file.add(name, "float32", (spec.max_context, half), pieces)
+
+    def position_table(self, spec: ModelSpec) -> None:
+        """The vectors of the positions that a context may have."""
+        if spec.position_table:
+            table = read_finite(self._checkpoint, "positions.weight", 0, spec.max_context)
+            self.stored.vectors["positions.weight"] = self._vector("positions.weight", table)
+
+    def temperature(self, spec: ModelSpec) -> None:
+        """What queries are scaled by, position by position."""
+        if spec.attention.temperature:
+            positions = np.arange(spec.max_context) // spec.attention.temperature_context
+            factors = 1 + spec.attention.temperature * np.log1p(positions)
+            self.stored.vectors["temperature"] = self._vector(
+                "temperature", factors.astype(np.float32)[:, None]
             )
-            self.stored.vectors[name] = self._file.add(name, "float32", (spec.max_context, half), pieces)
 
     def _scaled(self, role: str, kind: str, scales: Mapping[str, Float32]) -> Float32:
         values = read_finite(self._checkpoint, role + kind)
@@ -201,12 +281,12 @@ def stacked(
     format: WeightFormat,
     treatment: Treatment = PLAIN,
 ) -> StackedRows:
-    """The module's rows; those of gate and up alternate."""
+    """The module's rows; those of gate and up alternate, expert after expert."""
     return StackedRows(
         checkpoint,
         [role + ".weight" for role in roles],
         format,
-        interleaved=module.endswith("mlp.gate_up"),
+        interleaved=module.endswith(".gate_up"),
         treatment=treatment,
     )
 

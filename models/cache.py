@@ -53,6 +53,8 @@ def cache_bytes_per_token(spec: ModelSpec, type_name: str) -> int:
 def group_bytes_per_token(spec: ModelSpec, type_name: str) -> tuple[int, ...]:
     """`cache_bytes_per_token` of the layers of each group in `spec.window_groups`."""
     row = cache_type(type_name)
-    layer_bytes = 2 * spec.num_kv_heads * (spec.head_dim * row.bytes_per_value + row.bytes_per_scale)
-    groups = [spec.group_of(layer) for layer in range(spec.num_layers)]
-    return tuple(layer_bytes * groups.count(group) for group in range(len(spec.window_groups)))
+    sizes = [0] * len(spec.window_groups)
+    for index, layer in enumerate(spec.layers):
+        head_bytes = layer.head_dim * row.bytes_per_value + row.bytes_per_scale
+        sizes[spec.group_of(index)] += 2 * layer.num_kv_heads * head_bytes
+    return tuple(sizes)

@@ -12,15 +12,16 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pagelet.models.errors import BundleError, CheckpointError
-from pagelet.models.spec import ModelSpec
+from pagelet.models.spec import ModelSpec, check_limits
 from pagelet.models.strict import decode, reject_unknown, require
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = "pagelet-bundle"
-VERSION = 3
+VERSION = 4
 # Keys that a version added; older manifests are read, and lack them.
 _ADDED = {3: ("certificate",)}
 _OLDEST = 2
+_SPEC_BY_LAYER = 4
 # A manifest is a few kilobytes; a larger one is not ours and is not parsed.
 MAX_MANIFEST_BYTES = 16 << 20
 _CHUNK = 4 << 20
@@ -151,6 +152,8 @@ def load_manifest(folder: Path) -> Manifest:
 
 def _parse(data: dict[str, Any], where: str) -> Manifest:
     body = {key: value for key, value in data.items() if key != "format"}
+    if body["version"] < _SPEC_BY_LAYER and isinstance(body.get("spec"), dict):
+        body["spec"] = _by_layer(body["spec"], where)
     try:
         manifest = decode(Manifest, body, where, BundleError)
     except CheckpointError as error:
@@ -164,6 +167,29 @@ def _parse(data: dict[str, Any], where: str) -> Manifest:
     if not 1 <= manifest.block_size <= 4096:
         raise BundleError(f"{where}: block_size is {manifest.block_size}; expected 1 to 4096.")
     return manifest
+
+
+def _by_layer(old: dict[str, Any], where: str) -> dict[str, Any]:
+    """The spec of a manifest before version 4, all whose layers were alike but for their windows."""
+    spec = dict(old)
+    count = require(spec, "num_layers", int, where, BundleError)
+    head_dim, heads = (require(spec, key, int, where, BundleError) for key in ("head_dim", "num_heads"))
+    check_limits(num_layers=count, head_dim=head_dim, num_heads=heads)
+    windows = spec.pop("layer_windows", None) or [0] * count
+    if not isinstance(windows, list) or len(windows) != count:
+        raise BundleError(f"{where}: {windows!r:.80} are no windows for {count} layers.")
+    same = {key: spec.pop(key, None) for key in ("num_kv_heads", "head_dim", "intermediate_size")}
+    bias, mlp_bias = spec.pop("attention_bias", False), spec.pop("mlp_bias", False)
+    epsilon, rope = spec.pop("norm_epsilon", None), spec.pop("rope", None)
+    del spec["num_layers"], spec["num_heads"]
+    return {
+        **spec,
+        "norm": {"epsilon": epsilon},
+        "attention": {"num_heads": heads, "scale": head_dim**-0.5, "bias": bias, "output_bias": bias},
+        "mlp": {"bias": mlp_bias},
+        "layers": [{**same, "window": window} for window in windows],
+        "ropes": [rope],
+    }
 
 
 def _check_path(name: str, where: str) -> None:

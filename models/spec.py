@@ -1,13 +1,11 @@
 """ModelSpec: everything about a model that the graph and the runtime depend on, frozen."""
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
-from pagelet.models.architectures import Architecture, architecture_by_name, architecture_of_hf
-from pagelet.models.errors import CheckpointError, UnsupportedError
-from pagelet.models.rope import RopeSpec, rope_from_config
-from pagelet.models.strict import require
+from pagelet.models.architectures import Architecture, architecture_by_name
+from pagelet.models.errors import CheckpointError
+from pagelet.models.rope import RopeSpec
 
 # Far above any real model; a damaged or hostile config must not size an allocation.
 LIMITS = {
@@ -19,181 +17,242 @@ LIMITS = {
     "num_kv_heads": 1_024,
     "head_dim": 1_024,
     "max_context": 16_777_216,
+    "num_experts": 1_024,
 }
+BLOCKS = ("pre", "post", "sandwich", "parallel", "parallel_norms")
+NORM_TYPES = ("rms", "layer")
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """The norms of a model.
+
+    Attributes:
+        type: "rms" (Zhang and Sennrich, 2019) or "layer" (Ba et al., 2016: the mean is taken away first).
+        weight: they have one; else it is 1.
+        bias: they have one; only of "layer".
+    """
+
+    epsilon: float
+    type: str = "rms"
+    weight: bool = True
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What the attention of all layers has in common.
+
+    Attributes:
+        scale: of the scores.
+        bias, output_bias: q, k and v have one; o has one.
+        softcap: scores become softcap · tanh(score / softcap); 0: they stay.
+        norm: of queries and keys: "" none, "head" each head for itself, "row" all heads as one.
+        norm_after_rotation: they are rotated first.
+        norm_weight: that norm has a weight; else it is 1.
+        norm_values: values are normed too, head by head, without a weight.
+        sinks: each head has a logit without a value (Xiao et al., 2023).
+        rotary_interleaved: neighbours are rotated in pairs.
+        temperature: beyond `temperature_context` tokens a query at position p is scaled by
+            1 + temperature · ln(1 + floor(p / temperature_context)) (Llama 4's model card); 0: by 1.
+    """
+
+    num_heads: int
+    scale: float
+    bias: bool = False
+    output_bias: bool = False
+    softcap: float = 0.0
+    norm: str = ""
+    norm_after_rotation: bool = False
+    norm_weight: bool = True
+    norm_values: bool = False
+    sinks: bool = False
+    rotary_interleaved: bool = False
+    temperature: float = 0.0
+    temperature_context: int = 0
+
+
+@dataclass(frozen=True)
+class MlpSpec:
+    """act(gate) · up, or act(up) where nothing is gated; `activation` is a name of `plugins.activations`."""
+
+    activation: str = "silu"
+    gated: bool = True
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class ExpertsSpec:
+    """A mixture of experts in the place of an MLP (Shazeer et al., 2017).
+
+    Attributes:
+        count, per_token: how many there are, and how many a token goes through.
+        routing: "softmax_topk" (over all logits, then the largest) or "topk_softmax" (over the largest).
+        normalize: the weights of the chosen ones are made to sum to one.
+        router_bias: the router has one.
+    """
+
+    count: int
+    per_token: int
+    intermediate_size: int
+    routing: str = "softmax_topk"
+    normalize: bool = True
+    router_bias: bool = False
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What may differ from layer to layer.
+
+    Attributes:
+        window: tokens that a row attends to, itself included; 0: all.
+        rope: which of the model's rotations; -1: none.
+        experts: a mixture of experts stands in the place of the MLP.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    window: int = 0
+    rope: int = 0
+    experts: bool = False
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A decoder-only transformer. Sizes are elements; `max_context` is tokens."""
+    """A decoder-only transformer. Sizes are elements; `max_context` is tokens.
+
+    Attributes:
+        block: where the norms of a layer stand: "pre" before attention and MLP, "post" behind them,
+            "sandwich" both; "parallel" one norm before both, which run side by side; "parallel_norms" the
+            same with a norm each.
+        embedding_scale, residual_scale: factors of the table's rows, and of what a layer adds.
+        embedding_norm: the table's rows are normed, without a weight.
+        logits_scale, logits_softcap: the logits are scaled, then capped as scores are (0: not).
+        position_table: positions have vectors of their own, added to the table's rows.
+    """
 
     architecture: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     max_context: int
-    norm_epsilon: float
-    rope: RopeSpec
+    norm: NormSpec
+    attention: AttentionSpec
+    mlp: MlpSpec
+    layers: tuple[LayerSpec, ...]
+    ropes: tuple[RopeSpec, ...]
     tie_embeddings: bool
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    layer_windows: tuple[
-        int, ...
-    ] = ()  # tokens that each layer attends to, itself included; 0: all. Empty: all 0
+    block: str = "pre"
+    experts: ExpertsSpec | None = None
+    embedding_scale: float = 1.0
+    embedding_norm: bool = False
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
+    logits_softcap: float = 0.0
+    position_table: bool = False
 
     def __post_init__(self) -> None:
-        for name, limit in LIMITS.items():
-            value = getattr(self, name)
-            if not 1 <= value <= limit:
-                raise CheckpointError(f"{name} is {value}; expected 1 to {limit}. Is the config damaged?")
-        if self.layer_windows and len(self.layer_windows) != self.num_layers:
-            raise CheckpointError(f"{len(self.layer_windows)} windows for {self.num_layers} layers.")
-        if any(not 0 <= window <= LIMITS["max_context"] for window in self.layer_windows):
-            raise CheckpointError(f"a layer's window is out of range: {self.layer_windows}.")
-        if not 0 < self.norm_epsilon < 1:
-            raise CheckpointError(f"norm epsilon is {self.norm_epsilon}; expected a value between 0 and 1.")
-        if self.num_heads % self.num_kv_heads:
+        check_limits(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            max_context=self.max_context,
+            num_layers=len(self.layers),
+            num_heads=self.attention.num_heads,
+        )
+        for layer in self.layers:
+            self._check_layer(layer)
+        shapes = {(layer.window, layer.num_kv_heads, layer.head_dim) for layer in self.layers}
+        if len(shapes) != len({layer.window for layer in self.layers}):
+            raise CheckpointError("layers with the same window have keys of different sizes.")
+        if not 0 < self.norm.epsilon < 1:
+            raise CheckpointError(f"norm epsilon is {self.norm.epsilon}; expected a value between 0 and 1.")
+        _check_name("block", self.block, BLOCKS)
+        _check_name("norm type", self.norm.type, NORM_TYPES)
+        _check_name("attention norm", self.attention.norm, ("", "head", "row"))
+        if any(layer.experts for layer in self.layers):
+            self._check_experts()
+
+    def _check_layer(self, layer: LayerSpec) -> None:
+        check_limits(
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
+            intermediate_size=layer.intermediate_size,
+        )
+        if not 0 <= layer.window <= LIMITS["max_context"]:
+            raise CheckpointError(f"a layer's window is out of range: {layer.window}.")
+        if not -1 <= layer.rope < len(self.ropes):
+            raise CheckpointError(f"a layer asks for rotation {layer.rope} of {len(self.ropes)}.")
+        if self.attention.num_heads % layer.num_kv_heads:
             raise CheckpointError(
-                f"{self.num_heads} attention heads do not divide into {self.num_kv_heads} KV heads."
+                f"{self.attention.num_heads} attention heads do not divide into {layer.num_kv_heads} "
+                "KV heads."
             )
-        if self.rope.rotary_dim % 2 or not 0 < self.rope.rotary_dim <= self.head_dim:
+        rotary_dim = self.ropes[layer.rope].rotary_dim if layer.rope >= 0 else 2
+        if rotary_dim % 2 or not 0 < rotary_dim <= layer.head_dim:
             raise CheckpointError(
-                f"rotary dimension {self.rope.rotary_dim} must be even and at most head_dim {self.head_dim}."
+                f"rotary dimension {rotary_dim} must be even and at most head_dim {layer.head_dim}."
             )
 
-    @property
-    def query_size(self) -> int:
-        return self.num_heads * self.head_dim
+    def _check_experts(self) -> None:
+        experts = self.experts
+        if experts is None:
+            raise CheckpointError("layers have experts, but nothing says how many.")
+        check_limits(num_experts=experts.count, intermediate_size=experts.intermediate_size)
+        if not 1 <= experts.per_token <= experts.count:
+            raise CheckpointError(f"{experts.per_token} of {experts.count} experts per token makes no sense.")
 
     @property
-    def kv_size(self) -> int:
-        return self.num_kv_heads * self.head_dim
+    def num_layers(self) -> int:
+        return len(self.layers)
 
     @property
+    def num_heads(self) -> int:
+        return self.attention.num_heads
+
+    def query_size(self, layer: int) -> int:
+        """Elements of a token's queries."""
+        return self.num_heads * self.layers[layer].head_dim
+
+    def kv_size(self, layer: int) -> int:
+        """Elements of a token's keys, and of its values."""
+        return self.layers[layer].num_kv_heads * self.layers[layer].head_dim
+
+    @cached_property
     def window_groups(self) -> tuple[int, ...]:
         """The distinct windows, full attention (0) first. Layers of one group share a block table."""
-        return tuple(sorted(set(self.layer_windows))) or (0,)
+        return tuple(sorted({layer.window for layer in self.layers}))
 
     def group_of(self, layer: int) -> int:
         """Index into `window_groups`."""
-        return self.window_groups.index(self.layer_windows[layer]) if self.layer_windows else 0
+        return self.window_groups.index(self.layers[layer].window)
 
     @property
     def row(self) -> Architecture:
         return architecture_by_name(self.architecture)
 
-    def weight_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """(role, shape) of every tensor that a checkpoint of this model holds, in graph order.
-
-        Roles end in ".weight" or ".bias"; linear weights are [out, in]. A tied head is not listed.
-        """
-        hidden, inner = self.hidden_size, self.intermediate_size
-        yield "embedding.weight", (self.vocab_size, hidden)
-        for layer in range(self.num_layers):
-            at = f"layers.{layer}."
-            yield at + "attention.norm.weight", (hidden,)
-            yield from _linear(at + "attention.q", self.query_size, hidden, self.attention_bias)
-            yield from _linear(at + "attention.k", self.kv_size, hidden, self.attention_bias)
-            yield from _linear(at + "attention.v", self.kv_size, hidden, self.attention_bias)
-            yield from _linear(at + "attention.o", hidden, self.query_size, self.attention_bias)
-            yield at + "mlp.norm.weight", (hidden,)
-            yield from _linear(at + "mlp.gate", inner, hidden, self.mlp_bias)
-            yield from _linear(at + "mlp.up", inner, hidden, self.mlp_bias)
-            yield from _linear(at + "mlp.down", hidden, inner, self.mlp_bias)
-        yield "final_norm.weight", (hidden,)
-        if not self.tie_embeddings:
-            yield "head.weight", (self.vocab_size, hidden)
+    def norms(self, layer: int) -> tuple[str, ...]:
+        """Roles of a layer's norms of the residual stream, in the graph's order."""
+        names = {
+            "pre": ("attention.norm", "mlp.norm"),
+            "post": ("attention.post_norm", "mlp.post_norm"),
+            "sandwich": ("attention.norm", "attention.post_norm", "mlp.norm", "mlp.post_norm"),
+            "parallel": ("attention.norm",),
+            "parallel_norms": ("attention.norm", "mlp.norm"),
+        }
+        return tuple(f"layers.{layer}.{name}" for name in names[self.block])
 
 
-def _linear(role: str, out_size: int, in_size: int, bias: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield role + ".weight", (out_size, in_size)
-    if bias:
-        yield role + ".bias", (out_size,)
-
-
-def source_name(role: str, names: Mapping[str, str]) -> str:
-    """Name of `role` in a checkpoint whose naming table is `names` (a row's, or GGUF_NAMES)."""
-    stem, _, kind = role.rpartition(".")
-    layer = ""
-    if stem.startswith("layers."):
-        _, layer, stem = stem.split(".", 2)
-    return f"{names[stem].format(layer=layer)}.{kind}"
-
-
-def spec_from_config(config: dict[str, Any]) -> ModelSpec:
-    """Read a Hugging Face config.json (already parsed).
+def check_limits(**sizes: int) -> None:
+    """Sizes by their names in LIMITS.
 
     Raises:
-        UnsupportedError: an architecture, activation or rope type that is not known.
-        CheckpointError: a value is missing or makes no sense.
+        CheckpointError: one is not positive, or far above any real model's.
     """
-    row = architecture_of_hf(config.get("architectures"))
-    where = "config.json"
-
-    def number(key: str, default: int | None = None) -> int:
-        if config.get(key) is None and default is not None:
-            return default
-        return int(require(config, key, int, where, CheckpointError))
-
-    activation = require(config, "hidden_act", str, where, CheckpointError)
-    if activation not in row.activations:
-        known = ", ".join(row.activations)
-        raise UnsupportedError(f"{where}: hidden_act is {activation!r}; known for {row.name}: {known}.")
-    _check_quantization(config, where)
-    heads = number("num_attention_heads")
-    hidden = number("hidden_size")
-    head_dim = number("head_dim", hidden // max(heads, 1))
-    return ModelSpec(
-        architecture=row.name,
-        vocab_size=number("vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=number("intermediate_size"),
-        num_layers=number("num_hidden_layers"),
-        num_heads=heads,
-        num_kv_heads=number("num_key_value_heads", heads),
-        head_dim=head_dim,
-        max_context=number("max_position_embeddings"),
-        norm_epsilon=require(config, "rms_norm_eps", (int, float), where, CheckpointError),
-        rope=rope_from_config(config, head_dim),
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        attention_bias=bool(config.get("attention_bias", False)),
-        mlp_bias=bool(config.get("mlp_bias", False)),
-        layer_windows=_layer_windows(config, number("num_hidden_layers")) if row.windows else (),
-    )
+    for name, value in sizes.items():
+        if not 1 <= value <= LIMITS[name]:
+            raise CheckpointError(f"{name} is {value}; expected 1 to {LIMITS[name]}. Is the config damaged?")
 
 
-def _check_quantization(config: dict[str, Any], where: str) -> None:
-    """Quantized weights are refused, but for FP8 ones with their scales beside them."""
-    settings = config.get("quantization_config")
-    if not settings:
-        return
-    method = settings.get("quant_method") if isinstance(settings, dict) else None
-    if method in ("fp8", "fbgemm_fp8"):
-        return
-    if method == "compressed-tensors" and settings.get("format") == "float-quantized":
-        return
-    raise UnsupportedError(
-        f"{where} says that the weights are quantized already ({method!r:.40}); export the original weights, "
-        "or FP8 ones."
-    )
-
-
-def _layer_windows(config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
-    """`sliding_window` for the layers that `layer_types` names, or for all; () where nothing is limited."""
-    window = config.get("sliding_window")
-    if window is None:
-        return ()
-    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
-        raise CheckpointError(f"config.json: 'sliding_window' is {window!r}; expected a number of tokens.")
-    kinds = config.get("layer_types") or ["sliding_attention"] * num_layers
-    sizes = {"sliding_attention": window, "full_attention": 0}
-    unknown = [kind for kind in kinds if kind not in sizes]
-    if unknown:
-        raise UnsupportedError(
-            f"config.json: layer type {unknown[0]!r} is not known; known: {', '.join(sizes)}."
-        )
-    windows = tuple(sizes[kind] for kind in kinds)
-    return windows if any(windows) else ()
+def _check_name(what: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise CheckpointError(f"{what} is {value!r}; known: {', '.join(map(repr, known))}.")

@@ -29,24 +29,23 @@ class CacheArrays:
     """The caches of a graph: `type` is one of "f32", "f16", "int8", "fp8"; a block has `block_size` tokens.
 
     Attributes:
+        heads: (KV heads, head size) of each layer.
         num_groups: groups of layers with the same window, each of which has a block table.
     """
 
     type: str
     block_size: int
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    heads: tuple[tuple[int, int], ...]
     num_groups: int
 
     def allocate(self, length: int) -> dict[str, tuple[NDArray[Any], int]]:
         """Empty caches for one text of `length` tokens: graph input to array and element type."""
-        shape = (-(-length // self.block_size), self.block_size, self.num_kv_heads)
         dtype, element = _ELEMENTS[self.type]
         arrays: dict[str, tuple[NDArray[Any], int]] = {}
-        for layer in range(self.num_layers):
+        for layer, (num_kv_heads, head_dim) in enumerate(self.heads):
+            shape = (-(-length // self.block_size), self.block_size, num_kv_heads)
             for kind in ("key", "value"):
-                arrays[f"{kind}_cache.{layer}"] = np.zeros((*shape, self.head_dim), dtype), element
+                arrays[f"{kind}_cache.{layer}"] = np.zeros((*shape, head_dim), dtype), element
                 if self.type in _SCALED:
                     arrays[f"{kind}_scale_cache.{layer}"] = np.zeros(shape, np.float32), 1
         return arrays

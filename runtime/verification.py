@@ -167,9 +167,7 @@ def _open(graph: Path, manifest: Manifest, threads: int) -> WholeGraph:
     caches = CacheArrays(
         manifest.cache_type,
         manifest.block_size,
-        spec.num_layers,
-        spec.num_kv_heads,
-        spec.head_dim,
+        tuple((layer.num_kv_heads, layer.head_dim) for layer in spec.layers),
         len(spec.window_groups),
     )
     try:

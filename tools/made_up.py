@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import ml_dtypes
@@ -11,33 +11,40 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from pagelet.models.rope import RopeSpec
-from pagelet.models.spec import ModelSpec, source_name
+from pagelet.models.config import spec_from_config
+from pagelet.models.weight_shapes import source_name, weight_shapes
 
 # The shape of a 1B Llama 3.2: 16 layers, 32 heads on 8 KV heads, a tied table of 128,256 tokens.
-SHAPES = {
-    "1b": ModelSpec(
-        "llama", 128_256, 2048, 8192, 16, 32, 8, 64, 8192, 1e-5, RopeSpec(5e5, 64), tie_embeddings=True
-    ),
-    "100m": ModelSpec(
-        "llama", 32_000, 768, 2048, 12, 12, 4, 64, 4096, 1e-5, RopeSpec(1e4, 64), tie_embeddings=True
-    ),
-}
+SHAPES: dict[str, dict[str, object]] = {
+    "1b": {
+        "vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 8192,
+        "rope_theta": 5e5, "tie_word_embeddings": True,
+    },
+    "100m": {
+        "vocab_size": 32_000, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12,
+        "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 4096,
+        "rope_theta": 1e4, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+_LLAMA = {"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5}
 _PIECE = 1 << 22
 
 
-def write_checkpoint(folder: Path, spec: ModelSpec, seed: int = 0) -> None:
-    """A Hugging Face folder of `spec` in bf16: weights of deviation 0.02, norms of one."""
+def write_checkpoint(folder: Path, shape: Mapping[str, object], seed: int = 0) -> None:
+    """A Llama's folder in bf16, of a shape as in SHAPES: weights of deviation 0.02, norms of one."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(_config(spec)))
+    config = {**_LLAMA, **shape}
+    spec = spec_from_config(config)
+    (folder / "config.json").write_text(json.dumps(config))
     _write_tokenizer(folder / "tokenizer.json")
-    names = {source_name(role, spec.row.hf_names): shape for role, shape in spec.weight_shapes()}
+    names = {source_name(role, spec.row.names): shape for role, shape in weight_shapes(spec)}
     generator = np.random.default_rng(seed)
     with (folder / "model.safetensors").open("wb") as file:
         header = json.dumps(_header(names)).encode()
         file.write(len(header).to_bytes(8, "little") + header)
-        for name, shape in names.items():
-            for piece in _values(name, shape, generator):
+        for name, size in names.items():
+            for piece in _values(name, size, generator):
                 file.write(piece.astype(ml_dtypes.bfloat16).tobytes())
 
 
@@ -63,24 +70,6 @@ def _values(
             if is_norm
             else generator.standard_normal(size, np.float32) * np.float32(0.02)
         )
-
-
-def _config(spec: ModelSpec) -> dict[str, object]:
-    return {
-        "architectures": [spec.row.hf_classes[0]],
-        "hidden_act": "silu",
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.intermediate_size,
-        "num_hidden_layers": spec.num_layers,
-        "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
-        "max_position_embeddings": spec.max_context,
-        "rms_norm_eps": spec.norm_epsilon,
-        "rope_theta": spec.rope.theta,
-        "tie_word_embeddings": spec.tie_embeddings,
-    }
 
 
 def _write_tokenizer(path: Path) -> None:

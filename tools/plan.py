@@ -5,6 +5,7 @@ from typing import Any
 
 from pagelet.models.cache import CACHE_TYPES, cache_bytes_per_token
 from pagelet.models.spec import ModelSpec
+from pagelet.models.weight_shapes import weight_shapes
 from pagelet.plugins.float_packing import FloatFormat
 from pagelet.plugins.packing import LinearFormat
 from pagelet.runtime import EngineConfig
@@ -81,7 +82,7 @@ def weight_bytes(spec: ModelSpec, kind: str) -> int:
     norms and biases in float32."""
     return sum(
         _tensor_bytes(shape, _TABLES.get(kind, kind) if role in ("embedding.weight", "head.weight") else kind)
-        for role, shape in spec.weight_shapes()
+        for role, shape in weight_shapes(spec)
     )
 
 

@@ -142,12 +142,14 @@ def _attention(manifest: Manifest, lengths: Sequence[int]) -> tuple[int, int]:
     """Cache bytes and multiply-adds of one row of queries over each of `lengths` tokens, in all layers."""
     spec = manifest.spec
     token_bytes = group_bytes_per_token(spec, manifest.cache_type)
-    layers = [spec.group_of(layer) for layer in range(spec.num_layers)]
     read = macs = 0
     for group, window in enumerate(spec.window_groups):
         tokens = sum(min(length, window or length) for length in lengths)
         read += token_bytes[group] * tokens
-        macs += layers.count(group) * 2 * spec.query_size * tokens  # query × key, then weight × value
+        queries = sum(
+            spec.query_size(layer) for layer in range(spec.num_layers) if spec.group_of(layer) == group
+        )
+        macs += 2 * queries * tokens  # query × key, then weight × value
     return read, macs
 
 

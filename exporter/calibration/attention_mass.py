@@ -30,16 +30,19 @@ def attention_mass(spec: ModelSpec, layer: int, qkv: Float32, lengths: Sequence[
 
 
 def _text_mass(spec: ModelSpec, layer: int, qkv: Float32) -> Float64:
-    length, group = len(qkv), spec.num_heads // spec.num_kv_heads
-    heads = qkv.reshape(length, -1, spec.head_dim)[:, : spec.num_heads + spec.num_kv_heads]
-    heads = rotate(heads, *spec.rope.tables(length, 0), spec.rope.rotary_dim, False)
+    kind = spec.layers[layer]
+    length, group = len(qkv), spec.num_heads // kind.num_kv_heads
+    heads = qkv.reshape(length, -1, kind.head_dim)[:, : spec.num_heads + kind.num_kv_heads]
+    if kind.rope >= 0:
+        rope = spec.ropes[kind.rope]
+        heads = rotate(heads, *rope.tables(length, 0), rope.rotary_dim, spec.attention.rotary_interleaved)
     queries, keys = heads[:, : spec.num_heads], heads[:, spec.num_heads :]
     visible = np.tri(length, dtype=bool)
-    if window := spec.window_groups[spec.group_of(layer)]:
+    if window := kind.window:
         visible &= ~np.tri(length, k=-window, dtype=bool)
     mass = np.zeros(length)
     for head in range(spec.num_heads):
-        scores = (queries[:, head] @ keys[:, head // group].T) * np.float32(spec.head_dim**-0.5)
+        scores = (queries[:, head] @ keys[:, head // group].T) * np.float32(spec.attention.scale)
         scores[~visible] = -np.inf
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))
         weights /= weights.sum(axis=1, keepdims=True)

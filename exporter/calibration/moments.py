@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from pagelet.exporter.calibration.attention_mass import attention_mass
 from pagelet.exporter.checkpoint import Checkpoint
+from pagelet.exporter.graph_layer import fused_norm
 from pagelet.exporter.layerwise import Float32, Taps
 from pagelet.exporter.stacked_rows import read_finite
 from pagelet.models.errors import CheckpointError
@@ -23,7 +24,7 @@ class LayerMoments:
     """
 
     def __init__(self, spec: ModelSpec, layer: int, norms: Mapping[str, Float32]) -> None:
-        """`norms`: weights float32 [hidden] of "attention.norm" and "mlp.norm"."""
+        """`norms`: weights float32 [hidden] by role, of the norms that linear layers do themselves."""
         self._spec = spec
         self._layer = layer
         self._norms = norms
@@ -32,14 +33,19 @@ class LayerMoments:
 
     def add(self, taps: Taps, lengths: Sequence[int]) -> None:
         """One run's taps over texts of `lengths` (`Layerwise.layer`)."""
-        self._count += len(taps["residual_in"])
+        self._count += len(taps["attended"])
         weights = 1 + attention_mass(self._spec, self._layer, taps["qkv"], lengths)
-        epsilon = self._spec.norm_epsilon
-        normed = rms_norm(taps["residual_in"], self._norms["attention.norm"], epsilon)
+        normed = self._read("attention.qkv", taps["attention_in"])
         self._add("attention.qkv", normed * np.sqrt(weights / 2).astype(np.float32)[:, None])
         self._add("attention.o", taps["attended"])
-        self._add("mlp.gate_up", rms_norm(taps["middle"], self._norms["mlp.norm"], epsilon))
-        self._add("mlp.down", taps["gated"])
+        if not self._spec.layers[self._layer].experts:
+            module = "mlp.gate_up" if self._spec.mlp.gated else "mlp.up"
+            self._add(module, self._read(module, taps["mlp_in"]))
+            self._add("mlp.down", taps["gated"])
+
+    def _read(self, module: str, x: Float32) -> Float32:
+        role = fused_norm(self._spec, self._layer, module)
+        return rms_norm(x, self._norms[role], self._spec.norm.epsilon) if role else x
 
     def hessian(self, module: str) -> Float64:
         """Of one of the four modules.
@@ -63,12 +69,31 @@ class LayerMoments:
 
 def head_hessian(checkpoint: Checkpoint, spec: ModelSpec, residual: Float32) -> Float64:
     """That of the head, float64 [hidden, hidden]; `residual` [tokens, hidden]: behind the last layer."""
-    normed = rms_norm(residual, read_finite(checkpoint, "final_norm.weight"), spec.norm_epsilon)
+    normed = final_norm(checkpoint, spec, residual)
     hessian: Float64 = (normed.T @ normed).astype(np.float64) / len(normed)
     return hessian
 
 
-def rms_norm(x: Float32, weight: Float32, epsilon: float) -> Float32:
+def fused_norm_weights(checkpoint: Checkpoint, spec: ModelSpec, layer: int) -> dict[str, Float32]:
+    """Weights of the norms that are part of a layer's linear layers, by role."""
+    roles = {fused_norm(spec, layer, module) for module in ("attention.qkv", "mlp.up")} - {""}
+    ones = np.ones(spec.hidden_size, np.float32)
+    return {
+        role: read_finite(checkpoint, role + ".weight") if spec.norm.weight else ones
+        for role in sorted(roles)
+    }
+
+
+def final_norm(checkpoint: Checkpoint, spec: ModelSpec, x: Float32) -> Float32:
+    """What the head reads of the residual stream x [T, hidden]."""
+    weight = read_finite(checkpoint, "final_norm.weight") if spec.norm.weight else np.float32(1)
+    if spec.norm.type == "rms":
+        return rms_norm(x, weight, spec.norm.epsilon)
+    centred = rms_norm(x - x.mean(axis=1, keepdims=True), weight, spec.norm.epsilon)
+    return centred + read_finite(checkpoint, "final_norm.bias") if spec.norm.bias else centred
+
+
+def rms_norm(x: Float32, weight: Float32 | np.float32, epsilon: float) -> Float32:
     """x [T, K] / sqrt(mean(x²) + epsilon) · weight [K]; Zhang and Sennrich, 2019."""
     scale = 1 / np.sqrt(np.mean(np.square(x), axis=1, keepdims=True) + np.float32(epsilon))
     normed: Float32 = x * scale * weight

@@ -33,7 +33,9 @@ def affordable_tokens(
         for count in (_FEW, _MORE)
     )
     a_token = max(more - few, 0.0) / (_MORE - _FEW)
-    layer_size = spec.hidden_size * (spec.query_size + spec.kv_size + 1.5 * spec.intermediate_size) * 2
+    layer_size = (
+        spec.hidden_size * (spec.query_size(0) + spec.kv_size(0) + 1.5 * spec.layers[0].intermediate_size) * 2
+    )
     head_size = spec.vocab_size * spec.hidden_size / layer_size  # in layers
     fixed = (spec.num_layers + head_size) * (load + few)
     per_token = (spec.num_layers + head_size) * a_token + _compare_seconds(spec.vocab_size)

@@ -81,9 +81,7 @@ def replay_here(
     shape = CacheArrays(
         cache.type,
         cache.block_size,
-        spec.num_layers,
-        spec.num_kv_heads,
-        spec.head_dim,
+        tuple((layer.num_kv_heads, layer.head_dim) for layer in spec.layers),
         len(spec.window_groups),
     )
     model = WholeGraph(graph, shape, point_values(spec.num_layers), threads=threads)

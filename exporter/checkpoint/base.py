@@ -1,7 +1,6 @@
 """What every checkpoint offers, whatever its files are: tensors by role, read as streams of rows."""
 
 import abc
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,35 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagelet.exporter.checkpoint.files import SourceFile
-from pagelet.models.errors import CheckpointError
-from pagelet.models.spec import ModelSpec, source_name
+from pagelet.exporter.checkpoint.sources import Source
+from pagelet.exporter.checkpoint.tensor_info import TensorInfo
+from pagelet.models.spec import ModelSpec
 from pagelet.plugins.float_packing import E4M3_VALUES
-
-# Norm and head of an inner layer: see `exporter/early_exit.py`.
-_EXIT_TENSOR = re.compile(r"early_exit\.\d{1,4}\.(norm|head)\.weight")
-# So many faults are named in one error; the rest are counted.
-_NAMED = 5
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """One tensor of a checkpoint.
-
-    Attributes:
-        name: as in the file.
-        shape: row-major; linear weights are [out, in] (a GGUF file's dimensions reversed).
-        dtype: "F32", "BF16", "F16", "Q4_1", …
-        nbytes: bytes in the file.
-        file: the file's name.
-        offset: its first byte there.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    nbytes: int
-    file: str
-    offset: int
 
 
 @dataclass(frozen=True)
@@ -95,7 +69,8 @@ class Checkpoint(abc.ABC):
         path: what was opened.
         spec: the model; whether its head is tied is decided by what the files hold.
         tensors: every tensor, by its name in the file.
-        weights: the model's tensors by role (`ModelSpec.weight_shapes`): complete, shapes checked.
+        weights: the model's tensors by role (`weight_shapes`), as if each had its own: complete, shapes
+            checked.
         unused: names of the tensors that the model is known not to use.
         notes: what the user should be told.
         text_source: the folder with the tokenizer's files, or a GGUF file's metadata.
@@ -109,14 +84,15 @@ class Checkpoint(abc.ABC):
         spec: ModelSpec,
         files: Mapping[str, SourceFile],
         tensors: Mapping[str, TensorInfo],
-        weights: Mapping[str, TensorInfo],
+        sources: Mapping[str, Source],
         text_source: Path | dict[str, Any],
         notes: Iterable[str] = (),
     ) -> None:
         self.path = path
         self.spec = spec
         self.tensors = dict(tensors)
-        self.weights = dict(weights)
+        self._sources = dict(sources)
+        self.weights = {role: source.logical for role, source in sources.items()}
         used = {info.name for info in self.weights.values()}
         self.unused = tuple(name for name in self.tensors if name not in used)
         self.notes = tuple(notes)
@@ -137,6 +113,11 @@ class Checkpoint(abc.ABC):
     def read_fp8(self, role: str, start: int = 0, stop: int | None = None) -> Fp8Rows | None:
         """The same rows as the file's own FP8 codes and scales; None if it is not of that type."""
         return None
+
+    def give(self, role: str, info: TensorInfo) -> None:
+        """Let a tensor of the files stand for a role from now on."""
+        self._sources[role] = Source(info, info.shape, range(info.shape[0]))
+        self.weights[role] = info
 
     def describe(self) -> dict[str, Any]:
         """What the manifest says of the source: no absolute path, sizes in bytes."""
@@ -170,51 +151,3 @@ class Checkpoint(abc.ABC):
         row_bytes = info.nbytes // info.shape[0]
         data = self._files[info.file].read(info.offset + start * row_bytes, (stop - start) * row_bytes)
         return data.reshape(stop - start, row_bytes)
-
-
-def _is_exit(info: TensorInfo) -> bool:
-    return _EXIT_TENSOR.fullmatch(info.name) is not None
-
-
-def match_weights(
-    spec: ModelSpec,
-    tensors: Mapping[str, TensorInfo],
-    names: Mapping[str, str],
-    ignored: Iterable[str],
-    readable: Iterable[str],
-    where: str,
-) -> dict[str, TensorInfo]:
-    """Role to tensor for every weight of the model.
-
-    `names` is the naming table, `ignored` the endings of tensors that may be left over, `readable`
-    the dtypes that can be read.
-
-    Raises:
-        CheckpointError: names the tensors that are missing, unexpected, or of a wrong shape or dtype.
-    """
-    endings, dtypes = tuple(ignored), tuple(readable)
-    wanted = {source_name(role, names): (role, shape) for role, shape in spec.weight_shapes()}
-    faults = [f"{name} is missing" for name in wanted if name not in tensors]
-    faults += [
-        f"{name} is unexpected"
-        for name in tensors
-        if name not in wanted and not name.endswith(endings) and not _is_exit(tensors[name])
-    ]
-    weights = {}
-    for name, (role, shape) in wanted.items():
-        if name not in tensors:
-            continue
-        info = weights[role] = tensors[name]
-        if info.shape != shape:
-            faults.append(f"{name} has shape {list(info.shape)}, expected {list(shape)}")
-    faults += [
-        f"{info.name} has dtype {info.dtype}, which cannot be read (known: {', '.join(dtypes)})"
-        for info in (*weights.values(), *filter(_is_exit, tensors.values()))
-        if info.dtype not in dtypes
-    ]
-    if faults:
-        rest = f"; and {len(faults) - _NAMED} more" if len(faults) > _NAMED else ""
-        raise CheckpointError(
-            f"{where} does not hold the weights of its configuration: {'; '.join(faults[:_NAMED])}{rest}."
-        )
-    return weights

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pagelet.exporter.checkpoint.base import Fp8Rows, TensorInfo
+from pagelet.exporter.checkpoint.base import Fp8Rows
+from pagelet.exporter.checkpoint.tensor_info import TensorInfo
 from pagelet.models.errors import CheckpointError
 
 FP8_DTYPE = "F8_E4M3"

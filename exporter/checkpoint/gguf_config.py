@@ -5,11 +5,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from pagelet.exporter.checkpoint.base import TensorInfo
-from pagelet.models.architectures import GGUF_NAMES, architecture_of_gguf
+from pagelet.exporter.checkpoint.tensor_info import TensorInfo
+from pagelet.models.architectures import architecture_of_gguf
+from pagelet.models.config import spec_from_config
 from pagelet.models.errors import CheckpointError, UnsupportedError
-from pagelet.models.spec import ModelSpec, source_name, spec_from_config
+from pagelet.models.names import GGUF_NAMES
+from pagelet.models.spec import ModelSpec
 from pagelet.models.strict import reject_unknown, require
+from pagelet.models.weight_shapes import source_name
 
 # Keys under "{architecture}." that are read, and those that do not change what the model computes.
 _READ = (
@@ -79,25 +82,27 @@ def spec_from_metadata(
     head_dim = section.integer("attention.key_length", hidden // max(heads, 1))
     if section.integer("attention.value_length", head_dim) != head_dim:
         raise UnsupportedError(f"{where}: keys and values have different lengths, which is not known.")
+    config = {
+        "architectures": list(row.hf_classes),
+        "hidden_act": row.activations[0],
+        "vocab_size": embedding.shape[0] if embedding else len(metadata.get("tokenizer.ggml.tokens", ())),
+        "hidden_size": hidden,
+        "intermediate_size": section.integer("feed_forward_length"),
+        "num_hidden_layers": section.integer("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": section.integer("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": section.integer("context_length"),
+        "rms_norm_eps": section.positive("attention.layer_norm_rms_epsilon"),
+        "rope_theta": section.positive("rope.freq_base", 10000.0),
+        "rope_scaling": _scaling(section),
+        "tie_word_embeddings": source_name("head.weight", GGUF_NAMES) not in tensors,
+        "attention_bias": source_name("layers.0.attention.q.bias", GGUF_NAMES) in tensors,
+        "mlp_bias": source_name("layers.0.mlp.gate.bias", GGUF_NAMES) in tensors,
+    }
+    optional = ("attention_bias", "mlp_bias")
     spec = spec_from_config(
-        {
-            "architectures": list(row.hf_classes),
-            "hidden_act": row.activations[0],
-            "vocab_size": embedding.shape[0] if embedding else len(metadata.get("tokenizer.ggml.tokens", ())),
-            "hidden_size": hidden,
-            "intermediate_size": section.integer("feed_forward_length"),
-            "num_hidden_layers": section.integer("block_count"),
-            "num_attention_heads": heads,
-            "num_key_value_heads": section.integer("attention.head_count_kv", heads),
-            "head_dim": head_dim,
-            "max_position_embeddings": section.integer("context_length"),
-            "rms_norm_eps": section.positive("attention.layer_norm_rms_epsilon"),
-            "rope_theta": section.positive("rope.freq_base", 10000.0),
-            "rope_scaling": _scaling(section),
-            "tie_word_embeddings": source_name("head.weight", GGUF_NAMES) not in tensors,
-            "attention_bias": source_name("layers.0.attention.q.bias", GGUF_NAMES) in tensors,
-            "mlp_bias": source_name("layers.0.mlp.gate.bias", GGUF_NAMES) in tensors,
-        }
+        {key: value for key, value in config.items() if key not in optional or key in row.reads}
     )
     rotary_dim = section.integer("rope.dimension_count", head_dim)
     if row.gguf_permutes_rotary and rotary_dim != head_dim:
@@ -105,7 +110,8 @@ def spec_from_metadata(
         raise UnsupportedError(
             f"{where}: only {rotary_dim} of {head_dim} elements are rotated, which is not known."
         )
-    return dataclasses.replace(spec, rope=dataclasses.replace(spec.rope, rotary_dim=rotary_dim))
+    ropes = tuple(dataclasses.replace(rope, rotary_dim=rotary_dim) for rope in spec.ropes)
+    return dataclasses.replace(spec, ropes=ropes)
 
 
 def _scaling(section: _Section) -> dict[str, Any] | None:

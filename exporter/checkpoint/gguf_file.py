@@ -11,12 +11,14 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
-from pagelet.exporter.checkpoint.base import Blocks, Checkpoint, TensorInfo, match_weights
+from pagelet.exporter.checkpoint.base import Blocks, Checkpoint
 from pagelet.exporter.checkpoint.files import SourceFile
 from pagelet.exporter.checkpoint.gguf_config import spec_from_metadata
 from pagelet.exporter.checkpoint.gguf_header import GGUFHeader, read_header
-from pagelet.models.architectures import GGUF_NAMES
+from pagelet.exporter.checkpoint.sources import match_weights
+from pagelet.exporter.checkpoint.tensor_info import TensorInfo
 from pagelet.models.errors import CheckpointError, UnsupportedError
+from pagelet.models.names import GGUF_NAMES
 from pagelet.models.spec import ModelSpec
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -65,7 +67,7 @@ class GGUFCheckpoint(Checkpoint):
         permuted = role.rsplit(".", 1)[0].endswith(("attention.q", "attention.k"))
         if not (permuted and self.spec.row.gguf_permutes_rotary):
             return None
-        rows, half = np.arange(start, stop), self.spec.head_dim // 2
+        rows, half = np.arange(start, stop), self.spec.layers[0].head_dim // 2
         return rows - rows % (2 * half) + 2 * (rows % half) + rows // half % 2
 
 
@@ -100,16 +102,17 @@ def _with_rope_factors(spec: ModelSpec, header: GGUFHeader, file: SourceFile) ->
     info = header.tensors.get(ROPE_FACTORS)
     if info is None:
         return spec
-    if info.dtype != "F32" or info.shape != (spec.rope.rotary_dim // 2,) or spec.rope.scaling != "none":
+    rope = spec.ropes[0]
+    if info.dtype != "F32" or info.shape != (rope.rotary_dim // 2,) or rope.scaling != "none":
         raise UnsupportedError(
             f"{file.path}: {ROPE_FACTORS} is {info.dtype} {list(info.shape)} beside rope scaling "
-            f"{spec.rope.scaling!r}; expected F32 [{spec.rope.rotary_dim // 2}] and no other scaling."
+            f"{rope.scaling!r}; expected F32 [{rope.rotary_dim // 2}] and no other scaling."
         )
     divisors = file.read(info.offset, info.nbytes).view("<f4")
     if not (np.isfinite(divisors) & (divisors > 0)).all():
         raise CheckpointError(f"{file.path}: {ROPE_FACTORS} holds values that are not positive numbers.")
-    rope = dataclasses.replace(spec.rope, scaling="factors", frequency_divisors=tuple(divisors.tolist()))
-    return dataclasses.replace(spec, rope=rope)
+    rope = dataclasses.replace(rope, scaling="factors", frequency_divisors=tuple(divisors.tolist()))
+    return dataclasses.replace(spec, ropes=(rope,))
 
 
 def _as_row(info: TensorInfo) -> TensorInfo:

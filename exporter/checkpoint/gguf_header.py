@@ -14,8 +14,8 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
 
-from pagelet.exporter.checkpoint.base import TensorInfo
 from pagelet.exporter.checkpoint.files import SourceFile
+from pagelet.exporter.checkpoint.tensor_info import TensorInfo
 from pagelet.models.errors import CheckpointError, UnsupportedError
 
 Item = TypeVar("Item")

@@ -10,13 +10,17 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from pagelet.exporter.checkpoint.base import Checkpoint, Fp8Rows, TensorInfo, match_weights
+from pagelet.exporter.checkpoint.base import Checkpoint, Fp8Rows
 from pagelet.exporter.checkpoint.files import SourceFile, read_json
 from pagelet.exporter.checkpoint.fp8 import FP8_COMPANIONS, FP8_DTYPE, read_scales
 from pagelet.exporter.checkpoint.safetensors_header import read_header
+from pagelet.exporter.checkpoint.sources import Source, match_weights
+from pagelet.exporter.checkpoint.tensor_info import TensorInfo
+from pagelet.models.config import spec_from_config
 from pagelet.models.errors import CheckpointError
-from pagelet.models.spec import ModelSpec, source_name, spec_from_config
+from pagelet.models.spec import ModelSpec
 from pagelet.models.strict import require
+from pagelet.models.weight_shapes import source_name
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -41,27 +45,34 @@ class HuggingFaceCheckpoint(Checkpoint):
         spec: ModelSpec,
         files: Mapping[str, SourceFile],
         tensors: Mapping[str, TensorInfo],
-        weights: Mapping[str, TensorInfo],
+        sources: Mapping[str, Source],
         notes: Iterable[str],
     ) -> None:
-        super().__init__(folder, spec, files, tensors, weights, folder, notes)
-        self._scales = {
-            role: read_scales(info, tensors, config, self._whole)
-            for role, info in weights.items()
-            if info.dtype == FP8_DTYPE
-        }
+        super().__init__(folder, spec, files, tensors, sources, folder, notes)
+        fp8 = {source.info.name: source.info for source in sources.values() if source.info.dtype == FP8_DTYPE}
+        self._norm_offset = np.float32(spec.row.norm_offset)
+        self._scales = {name: read_scales(info, tensors, config, self._whole) for name, info in fp8.items()}
 
     def read(self, role: str, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
+        source, (start, stop) = self._sources[role], self._rows(role, start, stop)
         fp8 = self.read_fp8(role, start, stop)
         if fp8 is not None:
             return fp8.values()
-        return self._floats(self.weights[role], *self._rows(role, start, stop))
+        if source.transposed:
+            columns = self._floats(source.info, 0, source.info.shape[0])[:, source.rows[start:stop]]
+            return np.ascontiguousarray(columns.T)
+        low, high, picked = source.span(start, stop)
+        values = self._floats(source.info, low, high)
+        values = values if picked is None else values[picked]
+        return values + self._norm_offset if role.endswith("norm.weight") else values
 
     def read_fp8(self, role: str, start: int = 0, stop: int | None = None) -> Fp8Rows | None:
-        if role not in self._scales:
+        source = self._sources[role]
+        if source.info.name not in self._scales:
             return None
-        start, stop = self._rows(role, start, stop)
-        return self._scales[role].rows(self._read_rows(self.weights[role], start, stop), start)
+        low, high, picked = source.span(*self._rows(role, start, stop))
+        rows = self._scales[source.info.name].rows(self._read_rows(source.info, low, high), low)
+        return rows if picked is None else Fp8Rows(rows.codes[picked], rows.scales[picked], rows.group_size)
 
     def _whole(self, info: TensorInfo) -> NDArray[np.float32]:
         return self._floats(dataclasses.replace(info, shape=info.shape or (1,)), 0, (info.shape or (1,))[0])
@@ -100,8 +111,8 @@ def open_huggingface(folder: Path) -> HuggingFaceCheckpoint:
         spec, notes = _settle_tie(spec, tensors, files)
         ignored = (*_ignored(spec), *(FP8_COMPANIONS if fp8 else ()))
         readable = (*_DTYPES, *((FP8_DTYPE,) if fp8 else ()))
-        weights = match_weights(spec, tensors, spec.row.hf_names, ignored, readable, str(folder))
-        checkpoint = HuggingFaceCheckpoint(folder, config, spec, files, tensors, weights, notes)
+        sources = match_weights(spec, tensors, spec.row.names, ignored, readable, str(folder))
+        checkpoint = HuggingFaceCheckpoint(folder, config, spec, files, tensors, sources, notes)
         stack.pop_all()
     return checkpoint
 
@@ -145,7 +156,7 @@ def _check_index(folder: Path, tensors: Mapping[str, TensorInfo]) -> None:
 
 
 def _ignored(spec: ModelSpec) -> tuple[str, ...]:
-    head = (source_name("head.weight", spec.row.hf_names),) if spec.tie_embeddings else ()
+    head = (source_name("head.weight", spec.row.names),) if spec.tie_embeddings else ()
     return (*spec.row.ignored, *head)
 
 
@@ -153,8 +164,8 @@ def _settle_tie(
     spec: ModelSpec, tensors: Mapping[str, TensorInfo], files: Mapping[str, SourceFile]
 ) -> tuple[ModelSpec, list[str]]:
     """Believe a declared tie only if the head is absent or equal to the embedding, byte for byte."""
-    head = tensors.get(source_name("head.weight", spec.row.hf_names))
-    embedding = tensors.get(source_name("embedding.weight", spec.row.hf_names))
+    head = tensors.get(source_name("head.weight", spec.row.names))
+    embedding = tensors.get(source_name("embedding.weight", spec.row.names))
     if not spec.tie_embeddings or head is None or embedding is None or _equal(head, embedding, files):
         return spec, []
     note = f"config.json ties the head to the embedding, but {head.name} differs from it: exported untied."

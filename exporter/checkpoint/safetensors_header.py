@@ -7,8 +7,8 @@ import math
 from itertools import pairwise
 from typing import Any
 
-from pagelet.exporter.checkpoint.base import TensorInfo
 from pagelet.exporter.checkpoint.files import SourceFile, parse_json
+from pagelet.exporter.checkpoint.tensor_info import TensorInfo
 from pagelet.models.errors import CheckpointError, UnsupportedError
 from pagelet.models.strict import reject_unknown, require
 

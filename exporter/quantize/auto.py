@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pagelet.exporter.calibration.moments import Float64, LayerMoments, head_hessian
+from pagelet.exporter.calibration.moments import Float64, LayerMoments, fused_norm_weights, head_hessian
 from pagelet.exporter.formats import Formats
 from pagelet.exporter.job import Job
 from pagelet.exporter.layerwise import Float32, Part
@@ -16,7 +16,7 @@ from pagelet.exporter.quantize.output_error import output_error
 from pagelet.exporter.quantize.rounding import round_to_nearest
 from pagelet.exporter.resume import load_formats, save_formats
 from pagelet.exporter.sensitivity import Sensitivity, Variant
-from pagelet.exporter.stacked_rows import StackedRows, Treatment, named, nearest, read_finite, sample_rows
+from pagelet.exporter.stacked_rows import StackedRows, Treatment, named, nearest, sample_rows
 from pagelet.exporter.weights import layer_units, linear_units, stacked
 from pagelet.models.errors import InputError
 from pagelet.plugins.packing import GROUP_SIZES, LinearFormat, dequantize
@@ -132,14 +132,11 @@ class _Measuring:
 
     def _layer(self, original: Part, changed: Original, layer: int) -> None:
         """Errors of the layer's matrices in all formats; their variants branch off."""
-        norms = {
-            name: read_finite(self._checkpoint, f"layers.{layer}.{name}.weight")
-            for name in ("attention.norm", "mlp.norm")
-        }
+        norms = fused_norm_weights(self._checkpoint, self._spec, layer)
         moments = LayerMoments(self._spec, layer, norms)
         self._run.moments(original, layer, moments)
         branches = []
-        for module, roles in layer_units(layer):
+        for module, roles in layer_units(self._spec, layer):
             hessian = moments.hessian(module.removeprefix(f"layers.{layer}."))
             importance = np.diag(hessian).astype(np.float32)
             basic = self._choose_basic(module, roles)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from pagelet.exporter.quantize.output_error import output_error
 from pagelet.exporter.quantize.rounding import round_to_nearest
+from pagelet.models.spec import ModelSpec
 from pagelet.plugins.packing import Float32, LinearFormat, dequantize
 
 Float64 = NDArray[np.float64]
@@ -80,3 +81,23 @@ def _error(weight: Float32, scales: Float32, hessian: Float64, format: LinearFor
 def _sample(weight: Float32) -> Float32:
     rows = max(min(len(weight), _SAMPLE_ROWS, _SAMPLE // weight.shape[1]), 1)
     return weight[np.linspace(0, len(weight) - 1, rows).astype(np.intp)]
+
+
+def foldable(spec: ModelSpec, layer: int) -> dict[str, str]:
+    """Modules whose inputs can be scaled, those nearest the output first, and the roles that take it back.
+
+    Only what computes an input linearly, for that module alone, can be divided by its scales.
+    """
+    at, norms = f"layers.{layer}.", spec.norms(layer)
+    attention, mlp = at + "attention.norm", at + "mlp.norm"
+    found = {}
+    if not spec.layers[layer].experts:
+        if spec.mlp.gated:
+            found[at + "mlp.down"] = at + "mlp.up"
+        if mlp in norms and spec.norm.weight:
+            found[at + ("mlp.gate_up" if spec.mlp.gated else "mlp.up")] = mlp
+    if not spec.attention.norm_values:
+        found[at + "attention.o"] = at + "attention.v"
+    if attention in norms and spec.norm.weight and spec.block != "parallel":
+        found[at + "attention.qkv"] = attention
+    return found

@@ -14,16 +14,17 @@ from typing import Protocol
 
 import numpy as np
 
-from pagelet.exporter.calibration.moments import Float64, LayerMoments, head_hessian
+from pagelet.exporter.calibration.moments import Float64, LayerMoments, fused_norm_weights, head_hessian
 from pagelet.exporter.formats import TABLES, Formats
 from pagelet.exporter.job import Job
 from pagelet.exporter.layerwise import Float32, Layerwise, Part, Texts
 from pagelet.exporter.original import Original
-from pagelet.exporter.quantize.awq import search_input_scales
+from pagelet.exporter.quantize.awq import foldable, search_input_scales
 from pagelet.exporter.quantize.gptq import Gptq
 from pagelet.exporter.quantize.rounding import round_to_nearest
-from pagelet.exporter.stacked_rows import PLAIN, Round, Treatment, named, nearest, read_finite, sample_rows
-from pagelet.exporter.weights import layer_units, linear_units, stacked
+from pagelet.exporter.stacked_rows import PLAIN, Round, Treatment, named, nearest, sample_rows
+from pagelet.exporter.weights import is_routed, layer_units, linear_units, stacked
+from pagelet.models.spec import ModelSpec
 from pagelet.plugins.packing import LinearFormat
 
 # Rows that the search for scales looks at: they are alike enough.
@@ -79,7 +80,7 @@ def open_quantizer(job: Job, formats: Formats, texts: list[list[int]]) -> Quanti
             error_feedback=options.quantizer != "awq",
             scaling=options.quantizer == "awq",
         )
-    return RoundToNearest(formats, fp8_blocks=options.block_scales)
+    return RoundToNearest(job.spec, formats, fp8_blocks=options.block_scales)
 
 
 def _nothing_to_round(job: Job, formats: Formats) -> bool:
@@ -95,7 +96,8 @@ def _nothing_to_round(job: Job, formats: Formats) -> bool:
 class RoundToNearest:
     """Every group alone."""
 
-    def __init__(self, formats: Formats, *, fp8_blocks: bool = False) -> None:
+    def __init__(self, spec: ModelSpec, formats: Formats, *, fp8_blocks: bool = False) -> None:
+        self._spec = spec
         self._formats = formats
         self._fp8_blocks = fp8_blocks
         self.residual: Float32 | None = None
@@ -108,7 +110,7 @@ class RoundToNearest:
         """Nothing is run."""
 
     def plan(self, layer: int) -> LayerPlan:
-        return LayerPlan({module: self.table(module) for module, _ in layer_units(layer)})
+        return LayerPlan({module: self.table(module) for module, _ in layer_units(self._spec, layer)})
 
     def advance(self, layer: int, written: Part) -> None:
         """Nothing is run."""
@@ -161,14 +163,20 @@ class Calibrated:
     def plan(self, layer: int) -> LayerPlan:
         moments = self._moments(layer)
         at = f"layers.{layer}."
-        hessians = {module: moments.hessian(module.removeprefix(at)) for module, _ in layer_units(layer)}
+        hessians = {
+            module: moments.hessian(module.removeprefix(at))
+            for module, _ in layer_units(self._spec, layer)
+            if not is_routed(module)
+        }
         scales = self._search(layer, hessians) if self._scaling else _Scales()
         treatments = {}
-        for module, roles in layer_units(layer):
+        for module, roles in layer_units(self._spec, layer):
             treatment = scales.treatment(module)
             format = self._formats.of(module)
             exact = stacked(self._checkpoint, module, roles, format, treatment).exact
-            if isinstance(format, LinearFormat) and not exact:
+            if is_routed(module):
+                treatment = nearest(format)
+            elif isinstance(format, LinearFormat) and not exact:
                 round = self._round(module, hessians[module], format, treatment.input_scales)
                 treatment = Treatment(round, treatment.input_scales, treatment.output_scales)
             treatments[module] = treatment
@@ -185,10 +193,7 @@ class Calibrated:
 
     def _moments(self, layer: int) -> LayerMoments:
         assert self.residual is not None, "start comes first"
-        norms = {
-            name: read_finite(self._checkpoint, f"layers.{layer}.{name}.weight")
-            for name in ("attention.norm", "mlp.norm")
-        }
+        norms = fused_norm_weights(self._checkpoint, self._spec, layer)
         moments = LayerMoments(self._spec, layer, norms)
         self._layerwise.layer(self._original.layer(layer), layer, self.residual, moments.add)
         return moments
@@ -218,16 +223,9 @@ class Calibrated:
 
     def _search(self, layer: int, hessians: Mapping[str, Float64]) -> "_Scales":
         """Of the inputs of each linear layer, those nearest the output first: they scale rows further up."""
-        at = f"layers.{layer}."
         scales = _Scales()
-        sources = {
-            at + "mlp.down": at + "mlp.up",
-            at + "mlp.gate_up": at + "mlp.norm",
-            at + "attention.o": at + "attention.v",
-            at + "attention.qkv": at + "attention.norm",
-        }
-        units = dict(layer_units(layer))
-        for module, source in sources.items():
+        units = dict(layer_units(self._spec, layer))
+        for module, source in foldable(self._spec, layer).items():
             format = self._formats.of(module)
             if not isinstance(format, LinearFormat) or format.bits == 8:
                 continue
@@ -235,7 +233,7 @@ class Calibrated:
             # Scales would only make the checkpoint's own numbers inexact: here, or where they are divided.
             if rows.exact or self._is_exact(source):
                 continue
-            shared = self._shared_values() if module.endswith("attention.o") else None
+            shared = self._shared_values(layer) if module.endswith("attention.o") else None
             sample = np.concatenate([rows.floats(*some) for some in sample_rows(rows.count, _SAMPLE_ROWS)])
             with named(module):
                 found = search_input_scales(sample, hessians[module], format, shared=shared)
@@ -249,16 +247,17 @@ class Calibrated:
 
     def _is_exact(self, source: str) -> bool:
         """Whether the role that outputs are divided in is of a matrix that passes through unchanged."""
-        for module, roles in layer_units(int(source.split(".")[1])):
+        for module, roles in layer_units(self._spec, int(source.split(".")[1])):
             if source in roles:
                 return stacked(self._checkpoint, module, roles, self._formats.of(module)).exact
         return False
 
-    def _shared_values(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    def _shared_values(self, layer: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """Of each input of o, the channel of v that it is a mean of: query heads of a group share one."""
         spec = self._spec
-        kv_heads = np.arange(spec.num_heads) // (spec.num_heads // spec.num_kv_heads)
-        return (kv_heads[:, None] * spec.head_dim + np.arange(spec.head_dim)).reshape(-1)
+        kind = spec.layers[layer]
+        kv_heads = np.arange(spec.num_heads) // (spec.num_heads // kind.num_kv_heads)
+        return (kv_heads[:, None] * kind.head_dim + np.arange(kind.head_dim)).reshape(-1)
 
 
 @dataclass

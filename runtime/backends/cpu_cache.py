@@ -106,7 +106,8 @@ class CpuCache:
             num_blocks, stride = layout.groups[group].num_blocks, self.strides[group]
             if key not in self._regions:
                 _check_numbers(num_blocks, stride)
-                row = (layout.block_size, spec.num_kv_heads, *(() if scales else (spec.head_dim,)))
+                kind = spec.layers[layer]
+                row = (layout.block_size, kind.num_kv_heads, *(() if scales else (kind.head_dim,)))
                 # Zeroed pages are mapped when they are first written: a large pool costs nothing until used.
                 self._regions[key] = np.zeros((num_blocks * stride, *row), dtype)
             tensor = self._regions[key][placed[key] :][: (num_blocks - 1) * stride + 1]

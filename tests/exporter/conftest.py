@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from pagelet.models.architectures import GGUF_NAMES
-from pagelet.models.spec import ModelSpec, source_name, spec_from_config
+from pagelet.models.config import spec_from_config
+from pagelet.models.names import GGUF_NAMES
+from pagelet.models.spec import ModelSpec
+from pagelet.models.weight_shapes import source_name, weight_shapes
 
 Weights = dict[str, NDArray[np.float32]]
 WriteFolder = Callable[..., Path]
@@ -55,7 +57,7 @@ def weights(spec: ModelSpec) -> Weights:
         bits = rng.standard_normal(shape).astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)
         return bits.view(np.float32)
 
-    return {role: draw(shape) for role, shape in spec.weight_shapes()}
+    return {role: draw(shape) for role, shape in weight_shapes(spec)}
 
 
 @pytest.fixture
@@ -64,7 +66,7 @@ def write_folder(tmp_path: Path, config: dict[str, Any], spec: ModelSpec) -> Wri
 
     def write(tensors: Mapping[str, NDArray[Any]], **changes: Any) -> Path:
         (tmp_path / "config.json").write_text(json.dumps(config | changes))
-        named = {source_name(role, spec.row.hf_names): array for role, array in tensors.items()}
+        named = {source_name(role, spec.row.names): array for role, array in tensors.items()}
         save_file(named, tmp_path / "model.safetensors")
         return tmp_path
 

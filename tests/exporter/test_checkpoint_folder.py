@@ -19,18 +19,18 @@ from pagelet.exporter.checkpoint import open_checkpoint
 from pagelet.exporter.text import write_text_files
 from pagelet.exporter.text.generation import read_generation
 from pagelet.models.errors import CheckpointError, UnsupportedError
-from pagelet.models.spec import source_name
+from pagelet.models.weight_shapes import source_name, weight_shapes
 
 
 def names(spec: Any, role: str) -> str:
-    return source_name(role, spec.row.hf_names)
+    return source_name(role, spec.row.names)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_every_weight_is_read_exactly(write_folder, weights, spec, dtype):
     folder = write_folder({role: array.astype(dtype) for role, array in weights.items()})
     with open_checkpoint(folder) as checkpoint:
-        assert list(checkpoint.weights) == [role for role, _ in spec.weight_shapes()]
+        assert list(checkpoint.weights) == [role for role, _ in weight_shapes(spec)]
         for role, array in weights.items():
             read = checkpoint.read(role)
             assert read.dtype == np.float32

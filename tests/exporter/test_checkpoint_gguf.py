@@ -11,9 +11,9 @@ from gguf.quants import dequantize, quantize
 
 from pagelet.exporter.checkpoint import Blocks, open_checkpoint
 from pagelet.exporter.checkpoint.gguf_file import _can_dequantize
-from pagelet.models.architectures import GGUF_NAMES
 from pagelet.models.errors import CheckpointError, UnsupportedError
-from pagelet.models.spec import source_name
+from pagelet.models.names import GGUF_NAMES
+from pagelet.models.weight_shapes import source_name, weight_shapes
 
 WRITABLE = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", "TQ2_0", "MXFP4"]
 READABLE = [kind.name for kind in GGML_QUANT_SIZES if _can_dequantize(kind)]
@@ -135,7 +135,7 @@ def test_transformers_reads_the_same_weights(write_gguf, weights, spec):
     with open_checkpoint(path) as checkpoint:
         for role in checkpoint.weights:
             np.testing.assert_array_equal(
-                checkpoint.read(role), theirs[source_name(role, spec.row.hf_names)].numpy()
+                checkpoint.read(role), theirs[source_name(role, spec.row.names)].numpy()
             )
 
 
@@ -153,7 +153,7 @@ def test_biases_are_found_and_put_back_in_order(write_gguf, weights, spec):
     biased = replace(spec, attention_bias=True, mlp_bias=True)
     everything = {
         role: weights.get(role, rng.standard_normal(shape).astype(np.float32))
-        for role, shape in biased.weight_shapes()
+        for role, shape in weight_shapes(biased)
     }
     with open_checkpoint(write_gguf(everything)) as checkpoint:
         assert (checkpoint.spec.attention_bias, checkpoint.spec.mlp_bias) == (True, True)

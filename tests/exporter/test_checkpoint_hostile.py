@@ -14,9 +14,10 @@ from safetensors.numpy import save_file
 
 from pagelet.exporter.checkpoint import open_checkpoint
 from pagelet.exporter.text import write_text_files
-from pagelet.models.architectures import GGUF_NAMES
+from pagelet.models.config import spec_from_config
 from pagelet.models.errors import PageletError
-from pagelet.models.spec import source_name, spec_from_config
+from pagelet.models.names import GGUF_NAMES
+from pagelet.models.weight_shapes import source_name, weight_shapes
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -93,7 +94,7 @@ def gguf_bytes(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     writer.add_bos_token_id(6)
     writer.add_eos_token_id(7)
     writer.add_chat_template("{{ messages }}")
-    for number, (role, shape) in enumerate(spec_from_config(CONFIG).weight_shapes()):
+    for number, (role, shape) in enumerate(weight_shapes(spec_from_config(CONFIG))):
         array = np.ones(shape, np.float32)
         kind = (
             gguf.GGMLQuantizationType.Q4_1
@@ -113,8 +114,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("folder")
     spec = spec_from_config(CONFIG)
     named = {
-        source_name(role, spec.row.hf_names): np.ones(shape, np.float16 if len(shape) == 1 else np.float32)
-        for role, shape in spec.weight_shapes()
+        source_name(role, spec.row.names): np.ones(shape, np.float16 if len(shape) == 1 else np.float32)
+        for role, shape in weight_shapes(spec)
     }
     save_file(named, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(CONFIG))

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -138,7 +137,7 @@ def test_an_export_interrupted_in_its_first_layer_leaves_nothing(
     kind: signal.Signals, tmp_path: Path
 ) -> None:
     """Once a layer is written the next export goes on behind it: test_resume."""
-    write_checkpoint(tmp_path / "checkpoint", replace(SHAPES["100m"], num_layers=4))
+    write_checkpoint(tmp_path / "checkpoint", {**SHAPES["100m"], "num_hidden_layers": 4})
     command = [
         sys.executable,
         "-c",
@@ -167,7 +166,7 @@ def peak_of_an_export(folder: Path, num_layers: int, weights: str) -> int:
         "export(Path(sys.argv[1]), Path(sys.argv[2]), options); print(peak_rss())"
     )
     checkpoint, out = folder / f"c{num_layers}", folder / f"{weights}-{num_layers}"
-    write_checkpoint(checkpoint, replace(SHAPES["100m"], num_layers=num_layers))
+    write_checkpoint(checkpoint, {**SHAPES["100m"], "num_hidden_layers": num_layers})
     command = [sys.executable, "-c", code, str(checkpoint), str(out), weights]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return int(re.findall(r"\d+", done.stdout)[-1])

@@ -69,7 +69,7 @@ def test_logits_and_greedy_tokens_equal_transformers(
 
 
 def test_an_unknown_layer_type_is_named(tmp_path: Path) -> None:
-    from pagelet.models.spec import spec_from_config
+    from pagelet.models.config import spec_from_config
 
     config = MinistralConfig(**SMALL, head_dim=16, layer_types=MIXED).to_dict()
     config.update(architectures=["MinistralForCausalLM"], layer_types=["chunked_attention"] * 4)

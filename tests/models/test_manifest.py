@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pagelet.models.config import spec_from_config
 from pagelet.models.errors import BundleError
 from pagelet.models.manifest import (
     FileEntry,
@@ -19,10 +20,13 @@ from pagelet.models.manifest import (
     hash_file,
     load_manifest,
 )
-from pagelet.models.rope import RopeSpec
-from pagelet.models.spec import ModelSpec
 
-SPEC = ModelSpec("llama", 100, 64, 96, 2, 4, 2, 16, 64, 1e-5, RopeSpec(1e4, 16), tie_embeddings=True)
+SPEC = spec_from_config({
+    "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "vocab_size": 100, "hidden_size": 64,
+    "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
+    "tie_word_embeddings": True,
+})  # fmt: skip
 CONTENT = {"model.onnx": b"graph", "model.weights": b"weights" * 9, "tokenizer.json": b"{}"}
 
 

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from pagelet.models.architectures import ARCHITECTURES, GGUF_NAMES
+from pagelet.models.architectures import ARCHITECTURES
+from pagelet.models.config import spec_from_config
 from pagelet.models.errors import CheckpointError, PageletError, UnsupportedError
-from pagelet.models.spec import source_name, spec_from_config
+from pagelet.models.names import GGUF_NAMES
+from pagelet.models.weight_shapes import source_name, weight_shapes
 
 
 def config(**changes: Any) -> dict[str, Any]:
@@ -36,11 +38,11 @@ def test_head_dim_may_differ_from_hidden_over_heads() -> None:
 
 
 def test_the_weights_of_a_model_are_listed_with_their_shapes() -> None:
-    shapes = dict(spec_from_config(config(attention_bias=True)).weight_shapes())
+    shapes = dict(weight_shapes(spec_from_config(config(attention_bias=True))))
     assert shapes["layers.1.attention.k.weight"] == (48, 96)
     assert shapes["layers.1.attention.k.bias"] == (48,)
     assert shapes["head.weight"] == (100, 96)
-    assert "head.weight" not in dict(spec_from_config(config(tie_word_embeddings=True)).weight_shapes())
+    assert "head.weight" not in dict(weight_shapes(spec_from_config(config(tie_word_embeddings=True))))
 
 
 @pytest.mark.parametrize(

@@ -11,18 +11,20 @@ from exporting import uncertified
 from pagelet.exporter import export
 from pagelet.exporter.options import WEIGHTS
 from pagelet.models.cache import CACHE_TYPES, cache_bytes_per_token
+from pagelet.models.config import spec_from_config
 from pagelet.models.errors import UnsupportedError
 from pagelet.models.manifest import load_manifest
-from pagelet.models.rope import RopeSpec
-from pagelet.models.spec import ModelSpec
+from pagelet.models.weight_shapes import weight_shapes
 from pagelet.runtime import Engine, EngineConfig
 from pagelet.tools.cli import main
 from pagelet.tools.devices import DEVICES
 from pagelet.tools.plan import WEIGHT_TYPES, plan, weight_bytes
 
-LLAMA_70B = ModelSpec(
-    "llama", 128_256, 8192, 28_672, 80, 64, 8, 128, 131_072, 1e-5, RopeSpec(5e5, 128), tie_embeddings=False
-)
+LLAMA_70B = spec_from_config({
+    "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "vocab_size": 128_256, "hidden_size": 8192,
+    "intermediate_size": 28_672, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
+    "head_dim": 128, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "rope_theta": 5e5,
+})  # fmt: skip
 
 
 def test_the_known_case() -> None:
@@ -52,7 +54,7 @@ def test_weights_of_a_70b_model() -> None:
 def test_the_plan_of_a_bundle_is_the_bundle(smollm2_int4: Path) -> None:
     manifest = load_manifest(smollm2_int4)
     stored = sum(entry.bytes for entry in manifest.tensors.values())
-    norms = sum(4 * shape[0] for _, shape in manifest.spec.weight_shapes() if len(shape) == 1)
+    norms = sum(4 * shape[0] for _, shape in weight_shapes(manifest.spec) if len(shape) == 1)
     assert weight_bytes(manifest.spec, "int4") == stored + norms
 
 
@@ -62,7 +64,7 @@ def test_the_plan_of_every_weight_type_is_its_bundle(
 ) -> None:
     manifest = export(make_llama(), tmp_path / "b", uncertified(weights=weights))
     stored = sum(entry.bytes for entry in manifest.tensors.values())
-    norms = sum(4 * shape[0] for _, shape in manifest.spec.weight_shapes() if len(shape) == 1)
+    norms = sum(4 * shape[0] for _, shape in weight_shapes(manifest.spec) if len(shape) == 1)
     assert weight_bytes(manifest.spec, weights) == stored + norms
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from pagelet.models.certificate import Certificate, load_certificate
 from pagelet.models.errors import BundleError, InputError
 from pagelet.models.manifest import Manifest, Quantization, check_files, load_manifest
+from pagelet.models.spec import ModelSpec
 from pagelet.runtime.verification import Verification, replay
 from pagelet.tools.cli import common
 
@@ -121,12 +122,18 @@ def _weights(quantization: Quantization) -> str:
     return ", ".join(parts)
 
 
+def _heads(spec: ModelSpec) -> str:
+    kinds = dict.fromkeys((layer.num_kv_heads, layer.head_dim) for layer in spec.layers)
+    each = " and ".join(f"{count} key/value, size {size}" for count, size in kinds)
+    return f"{spec.num_heads} query, {each}"
+
+
 def _summary(manifest: Manifest) -> list[tuple[str, str]]:
     spec, quantization = manifest.spec, manifest.quantization
     kinds = Counter(entry.type for entry in manifest.tensors.values())
     return [
         ("model", f"{spec.architecture}, {spec.num_layers} layers, hidden {spec.hidden_size}"),
-        ("heads", f"{spec.num_heads} query, {spec.num_kv_heads} key/value, size {spec.head_dim}"),
+        ("heads", _heads(spec)),
         ("vocabulary", f"{spec.vocab_size} tokens"),
         ("context", f"{spec.max_context} tokens"),
         ("weights", _weights(quantization)),

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from pagelet.models.cache import CACHE_TYPES
+from pagelet.models.config import spec_from_config
 from pagelet.models.errors import CheckpointError, InputError
 from pagelet.models.manifest import MANIFEST_NAME, load_manifest
-from pagelet.models.spec import ModelSpec, spec_from_config
+from pagelet.models.spec import ModelSpec
 from pagelet.runtime.config import parse_size
 from pagelet.tools.cli import common
 from pagelet.tools.devices import DEVICES

@@ -1,0 +1,119 @@
+"""What each layer attends to, and how its positions are encoded, as config.json says it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from pagelet.models.architectures import Architecture
+from pagelet.models.errors import CheckpointError, UnsupportedError
+from pagelet.models.rope import RopeSpec
+from pagelet.models.rope_config import rope_from_section, rope_section
+
+_WHERE = "config.json"
+_KINDS = ("sliding_attention", "full_attention")
+# Granite's hybrids say so of layers without recurrence.
+_FULL_NAMES = {"attention": "full_attention"}
+
+
+def layer_windows(config: Mapping[str, Any], row: Architecture, count: int) -> tuple[int, ...]:
+    """Tokens that each layer attends to, itself included; 0: all.
+
+    Raises:
+        UnsupportedError: a kind of layer that is not known.
+        CheckpointError: a value makes no sense.
+    """
+    window = config.get("sliding_window") if "sliding_window" in row.reads else None
+    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
+        raise CheckpointError(f"{_WHERE}: 'sliding_window' is {window!r}; expected a number of tokens.")
+    kinds = _kinds(config, row, count)
+    if len(kinds) != count:
+        raise CheckpointError(f"{_WHERE}: {len(kinds)} windows for {count} layers.")
+    return tuple((window or 0) if kind == "sliding_attention" else 0 for kind in kinds)
+
+
+def _kinds(config: Mapping[str, Any], row: Architecture, count: int) -> Sequence[str]:
+    key = "layers_block_type" if "layers_block_type" in config else "layer_types"
+    given = config.get(key) if "layer_types" in row.reads else None
+    if given is not None:
+        if not isinstance(given, list):
+            raise CheckpointError(f"{_WHERE}: {key!r} is {given!r:.80}; expected a list.")
+        kinds: list[str] = [str(_FULL_NAMES.get(kind, kind)) for kind in given]
+        unknown = [kind for kind in kinds if kind not in _KINDS]
+        if unknown:
+            raise UnsupportedError(
+                f"{_WHERE}: layer type {unknown[0]!r:.80} is not known; known: {', '.join(_KINDS)}."
+            )
+        return kinds
+    if "use_sliding_window" in row.reads:
+        first = config.get("max_window_layers", 0) if config.get("use_sliding_window") else count
+        return [_KINDS[layer < first] for layer in range(count)]
+    every = _pattern(config, row)
+    return [_KINDS[every > 0 and (layer + 1) % every == 0] for layer in range(count)]
+
+
+def _pattern(config: Mapping[str, Any], row: Architecture) -> int:
+    """Of so many layers the last attends to everything; 0: none does, where there is a window."""
+    value = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", row.full_every))
+    if isinstance(value, str) and value and set(value[:-1]) == {"L"} and value[-1] == "G":
+        return len(value)  # EXAONE's "LLLG"
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= 1024:
+        raise CheckpointError(
+            f"{_WHERE}: 'sliding_window_pattern' is {value!r:.80}; expected a number of layers."
+        )
+    return value
+
+
+def layer_rotations(
+    config: Mapping[str, Any], row: Architecture, head_dim: int, windows: Sequence[int]
+) -> tuple[tuple[RopeSpec, ...], tuple[int, ...]]:
+    """The distinct rotations, and each layer's among them; -1: none.
+
+    Raises:
+        UnsupportedError: a rope type, or a value of one, is not known.
+        CheckpointError: a value makes no sense.
+    """
+    if row.model.get("position_table") or config.get("position_embedding_type") == "nope":
+        return (), (-1,) * len(windows)
+    positions = config["max_position_embeddings"]
+    extra = ("llama_4_scaling_beta",) if row.name == "ministral3" else ()
+    section = rope_section(config)
+    by_kind = {
+        kind: replace(rope_from_section(part, head_dim, positions, extra), **row.rope)
+        for kind, part in _sections(config, row, section).items()
+    }
+    kinds = [_KINDS[window == 0] for window in windows]
+    ropes = tuple(dict.fromkeys(by_kind[kind] for kind in _KINDS if kind in kinds))
+    rotated = _rotated(config, row, windows)
+    return ropes, tuple(
+        ropes.index(by_kind[kind]) if here else -1 for kind, here in zip(kinds, rotated, strict=True)
+    )
+
+
+def _sections(
+    config: Mapping[str, Any], row: Architecture, section: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Those of layers with a window, and of the others."""
+    if all(isinstance(section.get(kind), dict) for kind in _KINDS):
+        return {kind: section[kind] for kind in _KINDS}
+    sliding = section
+    if "rope_local_base_freq" in row.reads:  # older Gemma 3: only full attention is scaled
+        sliding = {"rope_theta": config["rope_local_base_freq"]}
+    if row.name == "olmo3":
+        sliding = {"rope_theta": section.get("rope_theta", 10000.0)}
+    return {"sliding_attention": sliding, "full_attention": section}
+
+
+def _rotated(config: Mapping[str, Any], row: Architecture, windows: Sequence[int]) -> list[bool]:
+    if row.rope_on == "windows":
+        return [window > 0 or not any(windows) for window in windows]
+    if "no_rope_layers" in row.reads:
+        given = config.get("no_rope_layers")
+        every = config.get("no_rope_layer_interval")
+        if given is None and isinstance(every, int) and every > 0:
+            return [(layer + 1) % every != 0 for layer in range(len(windows))]
+        if not isinstance(given, list) or len(given) != len(windows):
+            raise CheckpointError(
+                f"{_WHERE}: 'no_rope_layers' is {given!r:.80}; expected one number per layer."
+            )
+        return [bool(here) for here in given]
+    return [True] * len(windows)
