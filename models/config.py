@@ -1,6 +1,5 @@
 """A Hugging Face config.json read as a ModelSpec: by its family's row, every key accounted for."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -85,10 +84,10 @@ class Config:
         """A finite number."""
         if key not in self.data and default is not None:
             return default
-        value = float(require(self.data, key, (int, float), WHERE, CheckpointError))
-        if not math.isfinite(value):
-            raise CheckpointError(f"{WHERE}: {key!r} is {value}; expected a finite number.")
-        return value
+        value = require(self.data, key, (int, float), WHERE, CheckpointError)
+        if not -1e18 < value < 1e18:
+            raise CheckpointError(f"{WHERE}: {key!r} is {value!r:.80}; expected a number up to 1e18.")
+        return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
         if key not in self.data:

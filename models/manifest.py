@@ -87,10 +87,10 @@ class Manifest:
     generation: dict[str, Any] = field(default_factory=dict)  # the checkpoint's own sampling defaults
     created_by: str = ""
     certificate: str = ""  # the file's name; "": none was made
-    version: int = VERSION
+    version: int = VERSION  # of the file that it was read from
 
     def to_json(self) -> dict[str, Any]:
-        return {"format": FORMAT, "version": self.version, **asdict(self)}
+        return {"format": FORMAT, **asdict(self), "version": VERSION}
 
     def save(self, folder: Path) -> None:
         text = json.dumps(self.to_json(), indent=1, ensure_ascii=False)
@@ -153,7 +153,10 @@ def load_manifest(folder: Path) -> Manifest:
 def _parse(data: dict[str, Any], where: str) -> Manifest:
     body = {key: value for key, value in data.items() if key != "format"}
     if body["version"] < _SPEC_BY_LAYER and isinstance(body.get("spec"), dict):
-        body["spec"] = _by_layer(body["spec"], where)
+        try:
+            body["spec"] = _by_layer(body["spec"], where)
+        except CheckpointError as error:
+            raise BundleError(f"{where}: {error}") from error
     try:
         manifest = decode(Manifest, body, where, BundleError)
     except CheckpointError as error:

@@ -107,6 +107,7 @@ class LayerSpec:
     Attributes:
         window: tokens that a row attends to, itself included; 0: all.
         rope: which of the model's rotations; -1: none.
+        cache_of: the earlier layer whose keys and values it reads, having none of its own; -1: none.
         experts: a mixture of experts stands in the place of the MLP.
     """
 
@@ -116,6 +117,11 @@ class LayerSpec:
     window: int = 0
     rope: int = 0
     experts: bool = False
+    cache_of: int = -1
+
+    @property
+    def shares_cache(self) -> bool:
+        return self.cache_of >= 0
 
 
 @dataclass(frozen=True)
@@ -130,6 +136,9 @@ class ModelSpec:
         embedding_norm: the table's rows are normed, without a weight.
         logits_scale, logits_softcap: the logits are scaled, then capped as scores are (0: not).
         position_table: positions have vectors of their own, added to the table's rows.
+        layer_inputs: elements of the vector that each token has for each layer (Gemma 3n's model card), from
+            a table of its own and from the token's row; 0: none.
+        layer_scales: what a layer gives is scaled as a whole, by a number of its own.
     """
 
     architecture: str
@@ -150,6 +159,8 @@ class ModelSpec:
     logits_scale: float = 1.0
     logits_softcap: float = 0.0
     position_table: bool = False
+    layer_inputs: int = 0
+    layer_scales: bool = False
 
     def __post_init__(self) -> None:
         check_limits(
@@ -159,8 +170,9 @@ class ModelSpec:
             num_layers=len(self.layers),
             num_heads=self.attention.num_heads,
         )
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
             self._check_layer(layer)
+            self._check_sharing(index, layer)
         shapes = {(layer.window, layer.num_kv_heads, layer.head_dim) for layer in self.layers}
         if len(shapes) != len({layer.window for layer in self.layers}):
             raise CheckpointError("layers with the same window have keys of different sizes.")
@@ -192,6 +204,15 @@ class ModelSpec:
             raise CheckpointError(
                 f"rotary dimension {rotary_dim} must be even and at most head_dim {layer.head_dim}."
             )
+
+    def _check_sharing(self, index: int, layer: LayerSpec) -> None:
+        if not layer.shares_cache:
+            return
+        owner = self.layers[layer.cache_of] if layer.cache_of < index else layer
+        if owner.shares_cache or (owner.window, owner.head_dim) != (layer.window, layer.head_dim):
+            raise CheckpointError(f"layer {index} cannot read the keys of layer {layer.cache_of}.")
+        if owner.num_kv_heads != layer.num_kv_heads:
+            raise CheckpointError(f"layer {index} has other KV heads than layer {layer.cache_of}.")
 
     def _check_experts(self) -> None:
         experts = self.experts

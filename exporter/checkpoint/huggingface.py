@@ -16,6 +16,7 @@ from pagelet.exporter.checkpoint.fp8 import FP8_COMPANIONS, FP8_DTYPE, read_scal
 from pagelet.exporter.checkpoint.safetensors_header import read_header
 from pagelet.exporter.checkpoint.sources import Source, match_weights
 from pagelet.exporter.checkpoint.tensor_info import TensorInfo
+from pagelet.exporter.checkpoint.text_model import text_config, text_tensors
 from pagelet.models.config import spec_from_config
 from pagelet.models.errors import CheckpointError
 from pagelet.models.spec import ModelSpec
@@ -91,7 +92,8 @@ def open_huggingface(folder: Path) -> HuggingFaceCheckpoint:
         CheckpointError: a file is missing or damaged, or the weights are not those of the config.
         UnsupportedError: an architecture or dtype that is not known.
     """
-    config = read_json(folder / "config.json")
+    whole = read_json(folder / "config.json")
+    config = text_config(whole)
     spec = spec_from_config(config)
     fp8 = bool(config.get("quantization_config"))  # `spec_from_config` accepts no other kind
     with ExitStack() as stack:
@@ -108,11 +110,12 @@ def open_huggingface(folder: Path) -> HuggingFaceCheckpoint:
                     )
                 tensors[tensor] = info
         _check_index(folder, tensors)
+        tensors, parts = text_tensors(whole, tensors)
         spec, notes = _settle_tie(spec, tensors, files)
         ignored = (*_ignored(spec), *(FP8_COMPANIONS if fp8 else ()))
         readable = (*_DTYPES, *((FP8_DTYPE,) if fp8 else ()))
         sources = match_weights(spec, tensors, spec.row.names, ignored, readable, str(folder))
-        checkpoint = HuggingFaceCheckpoint(folder, config, spec, files, tensors, sources, notes)
+        checkpoint = HuggingFaceCheckpoint(folder, config, spec, files, tensors, sources, [*parts, *notes])
         stack.pop_all()
     return checkpoint
 

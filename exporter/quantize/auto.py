@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pagelet.exporter.calibration.moments import Float64, LayerMoments, fused_norm_weights, head_hessian
-from pagelet.exporter.formats import Formats
+from pagelet.exporter.formats import ROUTER, Formats
 from pagelet.exporter.job import Job
 from pagelet.exporter.layerwise import Float32, Part
 from pagelet.exporter.options import ExportOptions
@@ -17,7 +17,7 @@ from pagelet.exporter.quantize.rounding import round_to_nearest
 from pagelet.exporter.resume import load_formats, save_formats
 from pagelet.exporter.sensitivity import Sensitivity, Variant
 from pagelet.exporter.stacked_rows import StackedRows, Treatment, named, nearest, sample_rows
-from pagelet.exporter.weights import layer_units, linear_units, stacked
+from pagelet.exporter.weights import is_routed, layer_units, linear_units, stacked
 from pagelet.models.errors import InputError
 from pagelet.plugins.packing import GROUP_SIZES, LinearFormat, dequantize
 
@@ -54,7 +54,11 @@ def spend_budget(job: Job, texts: list[list[int]]) -> Formats:
     if (kept := load_formats(job.folder, job.key)) is not None:
         return kept
     small = LinearFormat(4, 32, asymmetric=False)
-    sizes = {m: stacked(job.checkpoint, m, roles, small) for m, roles in linear_units(job.spec)}
+    sizes = {
+        module: stacked(job.checkpoint, module, roles, small)
+        for module, roles in linear_units(job.spec)
+        if not module.endswith(ROUTER)
+    }
     budget = _budget(job.options, sizes)
     measured = _Measuring(job, texts).run()
     choices = {m: measured[m].choices(rows.count, rows.width) for m, rows in sizes.items()}
@@ -137,8 +141,10 @@ class _Measuring:
         self._run.moments(original, layer, moments)
         branches = []
         for module, roles in layer_units(self._spec, layer):
-            hessian = moments.hessian(module.removeprefix(f"layers.{layer}."))
-            importance = np.diag(hessian).astype(np.float32)
+            if module.endswith(ROUTER):
+                continue
+            hessian = None if is_routed(module) else moments.hessian(module.removeprefix(f"layers.{layer}."))
+            importance = None if hessian is None else np.diag(hessian).astype(np.float32)
             basic = self._choose_basic(module, roles)
             self._errors[module] = self._format_errors(module, roles, hessian)
             part = changed.layer(layer, {module: (basic, _nearest(basic, importance))})
@@ -171,7 +177,7 @@ class _Measuring:
         return basic
 
 
-def _nearest(format: LinearFormat, importance: Float32) -> Treatment:
+def _nearest(format: LinearFormat, importance: Float32 | None) -> Treatment:
     return Treatment(round=lambda rows: round_to_nearest(rows, format, importance))
 
 

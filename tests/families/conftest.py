@@ -36,7 +36,10 @@ def _shake(name: str, parameter: torch.nn.Parameter) -> None:
     with torch.no_grad():
         if "norm" in name or name.endswith((".ln_1.weight", ".ln_2.weight", ".ln_f.weight")):
             parameter.add_(0.3 * torch.randn_like(parameter))
-        elif name.endswith(("bias", "sinks")):
-            torch.nn.init.normal_(parameter, 0.0, 0.3)
-        elif "experts" in name or "router" in name or name.endswith("mlp.gate.weight"):
+        elif (
+            name.endswith(("bias", "sinks"))
+            or "experts" in name
+            or "router" in name
+            or name.endswith("mlp.gate.weight")
+        ):
             torch.nn.init.normal_(parameter, 0.0, 0.3)

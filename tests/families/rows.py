@@ -26,15 +26,17 @@ class Row:
 
 
 ROWS = {
-    "llama odd heads": Row("Llama", {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16}),
+    "llama odd heads": Row("Llama", {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 1}),
     "llama yarn": Row("Llama", {"rope_parameters": YARN}),
     "llama yarn, mscale": Row("Llama", {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5}}),
     "llama dynamic": Row("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}),
     "mistral": Row("Mistral", {"sliding_window": WINDOW, "head_dim": 32}),
-    "ministral": Row("Ministral", {"sliding_window": WINDOW, "layer_types": _HALF}),
+    "ministral": Row("Ministral", {"sliding_window": WINDOW, "layer_types": _HALF, "head_dim": 16}),
     "ministral3": Row("Ministral3", {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}}),
     "qwen2": Row("Qwen2"),
-    "qwen2 windows": Row("Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
+    "qwen2 windows": Row("Qwen2", {
+        "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2,
+    }),
     "qwen3": Row("Qwen3", {"head_dim": 32}),
     "qwen3 bias": Row("Qwen3", {"head_dim": 16, "attention_bias": True}),
     "gemma2": Row("Gemma2", {"head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 24,
@@ -48,7 +50,9 @@ ROWS = {
         "head_dim": None, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5},
     }),
     "smollm3": Row("SmolLM3", {"no_rope_layer_interval": 2}),
-    "smollm3 bias": Row("SmolLM3", {"attention_bias": True, "mlp_bias": True, "no_rope_layers": [1, 0, 0, 1]}),
+    "smollm3 bias": Row("SmolLM3", {
+        "attention_bias": True, "mlp_bias": True, "no_rope_layers": [1, 0, 0, 1],
+    }),
     "granite": Row("Granite", {"embedding_multiplier": 3.0, "residual_multiplier": 0.4,
                                "attention_multiplier": 0.1, "logits_scaling": 4.0, "attention_bias": True}),
     "granite4 dense": Row("GraniteMoeHybrid", {
@@ -82,7 +86,7 @@ ROWS = {
     "stablelm parallel": Row("StableLm", {"use_parallel_residual": True}),
     "cohere2": Row("Cohere2", {"sliding_window": WINDOW, "head_dim": 16, "layer_types": _HALF}),
     "exaone4": Row("Exaone4", {"sliding_window": WINDOW, "sliding_window_pattern": 4}),
-    "exaone4 full": Row("Exaone4", {"sliding_window": None, "sliding_window_pattern": 4}),
+    "exaone4 full": Row("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * LAYERS}),
     "hunyuan": Row("HunYuanDenseV1", {"head_dim": 16}),
     "seed_oss": Row("SeedOss", {"head_dim": 16}),
     "ernie4_5": Row("Ernie4_5", {"head_dim": 16, "use_bias": True}),

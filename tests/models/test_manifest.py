@@ -11,6 +11,7 @@ import pytest
 from pagelet.models.config import spec_from_config
 from pagelet.models.errors import BundleError
 from pagelet.models.manifest import (
+    VERSION,
     FileEntry,
     Manifest,
     Quantization,
@@ -65,11 +66,42 @@ def test_round_trip(bundle: Path) -> None:
     check_files(bundle, manifest, weights=True)
 
 
-def test_a_manifest_of_version_2_has_no_certificate(bundle: Path) -> None:
-    edit(bundle, lambda data: (data.update(version=2), data.pop("certificate")))
+OLD_SPEC = {
+    "architecture": "llama", "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_layers": 2,
+    "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "max_context": 64, "norm_epsilon": 1e-5,
+    "rope": {"theta": 1e4, "rotary_dim": 16, "scaling": "none", "factor": 1.0, "low_freq_factor": 1.0,
+             "high_freq_factor": 4.0, "original_max_position": 0, "frequency_divisors": []},
+    "tie_embeddings": True, "attention_bias": False, "mlp_bias": False, "layer_windows": [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_older_manifests_describe_all_layers_at_once(version: int, bundle: Path) -> None:
+    edit(bundle, lambda data: data.update(version=version, spec=OLD_SPEC))
+    if version == 2:
+        edit(bundle, lambda data: data.pop("certificate"))
     manifest = load_manifest(bundle)
-    assert manifest == replace(manifest_of(bundle), version=2)
-    assert manifest.to_json()["version"] == 2
+    assert manifest == replace(manifest_of(bundle), version=version)
+    assert manifest.to_json()["version"] == VERSION
+
+
+def test_older_manifests_with_windows_and_biases(bundle: Path) -> None:
+    old = OLD_SPEC | {"layer_windows": [16, 0], "attention_bias": True}
+    edit(bundle, lambda data: data.update(version=3, spec=old))
+    spec = load_manifest(bundle).spec
+    assert [layer.window for layer in spec.layers] == [16, 0]
+    assert spec.attention.bias
+    assert spec.attention.output_bias
+    assert not spec.mlp.bias
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_layers": -1}, {"layer_windows": [1]}, {"head_dim": "x"}, {"rope": 3}]
+)
+def test_older_manifests_that_are_off(change: dict[str, Any], bundle: Path) -> None:
+    edit(bundle, lambda data: data.update(version=3, spec=OLD_SPEC | change))
+    with pytest.raises(BundleError):
+        load_manifest(bundle)
 
 
 def test_the_fingerprint_follows_graph_and_weights_only(bundle: Path) -> None:
@@ -121,10 +153,10 @@ def test_a_link_out_of_the_folder(bundle: Path, tmp_path_factory: pytest.TempPat
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda data: data.update(version=4), "version 4; this pagelet reads versions 2 to 3: update"),
+        (lambda data: data.update(version=5), "version 5; this pagelet reads versions 2 to 4: update"),
         (
             lambda data: data.update(version=1),
-            "version 1; this pagelet reads versions 2 to 3: export it again",
+            "version 1; this pagelet reads versions 2 to 4: export it again",
         ),
         (lambda data: data.update(version=2), "unknown key 'certificate'"),
         (lambda data: data.update(certificate="x.json"), "certificate 'x.json' is not among its files"),
@@ -138,9 +170,9 @@ def test_a_link_out_of_the_folder(bundle: Path, tmp_path_factory: pytest.TempPat
         (lambda data: data["files"]["model.onnx"].update(size=3), "unknown key 'size'"),
         (lambda data: data["files"]["model.onnx"].update(bytes="5"), "'bytes' is '5'"),
         (lambda data: data.update(block_size=0), "block_size is 0"),
-        (lambda data: data["spec"].update(num_layers=-1), "num_layers is -1"),
-        (lambda data: data["spec"]["rope"].update(scaling="spiral"), "spiral"),
-        (lambda data: data["spec"]["rope"].pop("theta"), "theta"),
+        (lambda data: data["spec"].update(layers=[]), "num_layers is 0"),
+        (lambda data: data["spec"]["ropes"][0].update(scaling="spiral"), "spiral"),
+        (lambda data: data["spec"]["ropes"][0].pop("theta"), "theta"),
         (lambda data: data["text"].update(eos_token_ids=[1, "2"]), "eos_token_ids"),
     ],
 )

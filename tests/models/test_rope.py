@@ -8,7 +8,13 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from pagelet.models.errors import CheckpointError, UnsupportedError
-from pagelet.models.rope import RopeSpec, rope_from_config
+from pagelet.models.rope import RopeSpec
+from pagelet.models.rope_config import rope_from_section, rope_section
+
+
+def read(config: dict[str, Any], head_dim: int = 64, positions: int = 512) -> RopeSpec:
+    return rope_from_section(rope_section(config), head_dim, positions)
+
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -27,15 +33,15 @@ def test_frequencies_equal_transformers(theta: float, scaling: dict[str, Any] | 
         hidden_size=256, num_attention_heads=4, max_position_embeddings=512, rope_parameters=parameters
     )
     expected = LlamaRotaryEmbedding(config).inv_freq.numpy()
-    new_form = rope_from_config({"rope_parameters": parameters}, 64)
-    old_form = rope_from_config({"rope_theta": theta, "rope_scaling": scaling}, 64)
+    new_form = read({"rope_parameters": parameters})
+    old_form = read({"rope_theta": theta, "rope_scaling": scaling})
     assert new_form == old_form
     # Both compute in float32; pow may differ in its last bit.
     np.testing.assert_allclose(new_form.inverse_frequencies(), expected, rtol=3e-7)
 
 
 def test_old_configs_call_the_type_type() -> None:
-    rope = rope_from_config({"rope_scaling": {"type": "linear", "factor": 2.0}}, 64)
+    rope = read({"rope_scaling": {"type": "linear", "factor": 2.0}})
     assert (rope.scaling, rope.factor, rope.theta) == ("linear", 2.0, 10000.0)
 
 
@@ -64,7 +70,7 @@ def test_tables_may_be_made_in_pieces() -> None:
 
 def test_an_unknown_type_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match="'spiral'"):
-        rope_from_config({"rope_scaling": {"rope_type": "spiral"}}, 64)
+        read({"rope_scaling": {"rope_type": "spiral"}})
 
 
 @pytest.mark.parametrize(
@@ -82,9 +88,9 @@ def test_an_unknown_type_is_refused_by_name() -> None:
             {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": "x"}},
             "'original_max_position_emb",
         ),
-        ({"rope_parameters": {**LLAMA3, "factor": None}}, "'factor' is None"),
+        ({"rope_parameters": {**LLAMA3, "factor": None}}, "no 'factor'"),
     ],
 )
 def test_values_that_make_no_sense_are_named(config: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        rope_from_config(config, 64)
+        read(config)

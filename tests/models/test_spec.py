@@ -26,15 +26,17 @@ def config(**changes: Any) -> dict[str, Any]:
 
 def test_a_llama_config() -> None:
     spec = spec_from_config(config(tie_word_embeddings=True, attention_bias=True))
-    assert (spec.architecture, spec.num_layers, spec.num_heads, spec.num_kv_heads) == ("llama", 2, 6, 3)
-    assert (spec.head_dim, spec.query_size, spec.kv_size, spec.max_context) == (16, 96, 48, 64)
+    assert (spec.architecture, spec.num_layers, spec.num_heads) == ("llama", 2, 6)
+    assert (spec.layers[0].head_dim, spec.layers[0].num_kv_heads, spec.max_context) == (16, 3, 64)
+    assert (spec.query_size(1), spec.kv_size(1)) == (96, 48)
     assert spec.tie_embeddings
-    assert spec.attention_bias
-    assert not spec.mlp_bias
+    assert spec.attention.bias
+    assert spec.attention.output_bias
+    assert not spec.mlp.bias
 
 
 def test_head_dim_may_differ_from_hidden_over_heads() -> None:
-    assert spec_from_config(config(head_dim=32)).query_size == 192
+    assert spec_from_config(config(head_dim=32)).query_size(0) == 192
 
 
 def test_the_weights_of_a_model_are_listed_with_their_shapes() -> None:
@@ -53,7 +55,7 @@ def test_the_weights_of_a_model_are_listed_with_their_shapes() -> None:
     ],
 )
 def test_names_of_a_role(role: str, hf: str, gguf: str) -> None:
-    assert source_name(role, ARCHITECTURES[0].hf_names) == hf
+    assert source_name(role, ARCHITECTURES[0].names) == hf
     assert source_name(role, GGUF_NAMES) == gguf
 
 
@@ -68,12 +70,16 @@ def test_an_unknown_architecture_lists_the_known_ones() -> None:
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantized already"),
         ({"hidden_size": "96"}, "'hidden_size' is '96'; expected int"),
-        ({"hidden_size": None}, "'hidden_size' is None"),
+        ({"hidden_size": None}, "no 'hidden_size'"),
+        ({"attention_sinks": True}, "'attention_sinks' = True, which is not known of llama"),
+        ({"layer_types": ["full_attention"] * 2}, "'layer_types'"),
+        ({"pretraining_tp": 2}, "'pretraining_tp' is 2"),
         ({"num_attention_heads": 0}, "num_heads is 0"),
         ({"num_key_value_heads": 4}, "do not divide"),
         ({"vocab_size": 10**12}, "vocab_size is 1000000000000"),
         ({"vocab_size": True}, "'vocab_size' is True"),
-        ({"rms_norm_eps": 10**400}, "norm epsilon"),
+        ({"rms_norm_eps": 10**400}, "'rms_norm_eps'"),
+        ({"rms_norm_eps": 2.0}, "norm epsilon"),
         ({"head_dim": 15}, "rotary dimension 15"),
     ],
 )
@@ -84,7 +90,7 @@ def test_what_makes_no_sense_is_named(changes: dict[str, Any], message: str) -> 
 
 def test_specs_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        spec_from_config(config()).num_layers = 3  # type: ignore[misc]
+        spec_from_config(config()).max_context = 3  # type: ignore[misc]
 
 
 def test_every_error_of_the_tree_is_a_pagelet_error() -> None:
