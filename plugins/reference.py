@@ -223,7 +223,8 @@ def normalize(x: FloatArray, weight: FloatArray | None, epsilon: float) -> Float
     for half in (4, 2, 1):
         lanes = lanes[..., :half] + lanes[..., half:]
     inverse = np.float32(1) / np.sqrt(lanes / np.float32(x.shape[-1]) + np.float32(epsilon))
-    return x * inverse if weight is None else x * inverse * weight.astype(np.float32)
+    normed: FloatArray = x * inverse
+    return normed if weight is None else normed * weight.astype(np.float32)
 
 
 def rotate(x: FloatArray, cos: FloatArray, sin: FloatArray, width: int, interleaved: bool) -> FloatArray:
