@@ -31,6 +31,9 @@ def paged_attention(
     value_scale_cache: FloatArray | None = None,
     key: FloatArray | None = None,
     value: FloatArray | None = None,
+    q_norm_weight: FloatArray | None = None,
+    k_norm_weight: FloatArray | None = None,
+    head_sink: FloatArray | None = None,
     num_heads: int,
     kv_num_heads: int,
     scale: float | None = None,
@@ -38,12 +41,16 @@ def paged_attention(
     local_window_size: int = -1,
     rotary_interleaved: bool = False,
     rotary_dim: int = 0,
+    norm_epsilon: float = 1e-6,
+    norm_after_rotation: bool = False,
+    norm_values: bool = False,
 ) -> npt.NDArray[np.float32]:
     """Attention of a ragged batch over a paged cache, which is updated in place.
 
     Args:
         query: packed QKV ``[T, (num_heads + 2 * kv_num_heads) * D]``, or ``[T, num_heads * D]`` with
-            ``key`` and ``value`` given, each ``[T, kv_num_heads * D]``.
+            ``key`` and ``value`` given, each ``[T, kv_num_heads * D]``. ``[T, num_heads * D]`` without them:
+            nothing is written, the caches hold the new tokens already (of the layer that owns them).
         key_cache, value_cache: ``[blocks, block_size, kv_num_heads, D]``, float32, float16, int8, or uint8
             that holds the bits of FP8 E4M3FN.
         key_scale_cache, value_scale_cache: ``[blocks, block_size, kv_num_heads]``, float32, for int8 and
@@ -56,42 +63,78 @@ def paged_attention(
         ancestor_mask: ``[T, words]``, int32: bit ``j % 32`` of word ``j / 32`` says that a row sees the
             ``j``-th new row of its sequence, beside the past and itself. ``None`` or ``[0, 0]``: it sees all
             before it.
+        q_norm_weight, k_norm_weight: ``[D]``, float32: each query head, each key head gets RMSNorm.
+        head_sink: ``[num_heads]``, a logit per query head (neither scaled nor capped) that takes part in the
+            softmax and has no value (StreamingLLM, https://arxiv.org/abs/2309.17453, section 3.3).
         scale: of the scores; ``None`` or 0 means ``1 / sqrt(D)``.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0 means they stay.
         local_window_size: keys that a row sees, itself included; -1 or 0 means all.
         rotary_interleaved: pairs are neighbours ``(2i, 2i + 1)`` instead of ``(i, i + rotary_dim / 2)``.
         rotary_dim: leading elements that are rotated; 0 means ``D``.
+        norm_epsilon: of every RMSNorm here.
+        norm_after_rotation: queries and keys are rotated first, then normed.
+        norm_values: value heads get RMSNorm without a weight before they are written.
 
     Returns:
         ``[T, num_heads * D]``, float32.
     """
     tokens, head_size = query.shape[0], key_cache.shape[-1]
-    if key is None or value is None:
+
+    def prepared(rows: FloatArray, norm_weight: FloatArray | None) -> FloatArray:
+        heads = split_heads(rows, head_size)
+        if norm_weight is not None and not norm_after_rotation:
+            heads = normalize(heads, norm_weight, norm_epsilon)
+        if cos_cache is not None and sin_cache is not None and position_ids is not None:
+            cos, sin = cos_cache[position_ids], sin_cache[position_ids]
+            heads = rotate(heads, cos, sin, rotary_dim or head_size, rotary_interleaved)
+        if norm_weight is not None and norm_after_rotation:
+            heads = normalize(heads, norm_weight, norm_epsilon)
+        return heads
+
+    if key is None and query.shape[1] != num_heads * head_size:
         sizes = np.cumsum([num_heads, kv_num_heads]) * head_size
         query, key, value = np.split(query, sizes, axis=1)
-    q = query.reshape(tokens, num_heads, head_size).astype(np.float32)
-    k = key.reshape(tokens, kv_num_heads, head_size).astype(np.float32)
-    v = value.reshape(tokens, kv_num_heads, head_size).astype(np.float32)
-    if cos_cache is not None and sin_cache is not None and position_ids is not None:
-        cos, sin = cos_cache[position_ids], sin_cache[position_ids]
-        width = rotary_dim or head_size
-        q, k = (rotate(x, cos, sin, width, rotary_interleaved) for x in (q, k))
+    if key is not None and value is not None:
+        slots = new_slots(cumulative_sequence_length, past_seqlens, block_table, key_cache.shape[1])
+        values = split_heads(value, head_size)
+        values = normalize(values, None, norm_epsilon) if norm_values else values
+        write(key_cache, key_scale_cache, slots, prepared(key, k_norm_weight))
+        write(value_cache, value_scale_cache, slots, values)
+    queries = prepared(query, q_norm_weight)
     output = np.empty((tokens, num_heads, head_size))
     for s, past in enumerate(past_seqlens.tolist()):
         begin, end = cumulative_sequence_length[s : s + 2].tolist()
-        positions = np.arange(past, past + end - begin)
-        slots = block_slots(block_table[s], positions, key_cache.shape[1])
-        write(key_cache, key_scale_cache, slots, k[begin:end])
-        write(value_cache, value_scale_cache, slots, v[begin:end])
         for index, row in enumerate(range(begin, end)):
             path = ancestors(ancestor_mask, row, index)
             visible = np.concatenate([np.arange(past), past + path, [past + index]])
             visible = visible[-local_window_size:] if local_window_size > 0 else visible
             seen = block_slots(block_table[s], visible, key_cache.shape[1])
-            keys = read(key_cache, key_scale_cache, seen)
-            values = read(value_cache, value_scale_cache, seen)
-            output[row] = attend(q[row], keys, values, scale or head_size**-0.5, softcap)
+            output[row] = attend(
+                queries[row],
+                read(key_cache, key_scale_cache, seen),
+                read(value_cache, value_scale_cache, seen),
+                scale or head_size**-0.5,
+                softcap,
+                head_sink,
+            )
     return output.reshape(tokens, num_heads * head_size).astype(np.float32)
+
+
+def split_heads(rows: FloatArray, head_size: int) -> npt.NDArray[np.float32]:
+    """``[T, heads * D]`` as float32 ``[T, heads, D]``."""
+    return rows.reshape(len(rows), rows.shape[1] // head_size, head_size).astype(np.float32)
+
+
+def new_slots(
+    cumulative_sequence_length: IntArray, past_seqlens: IntArray, block_table: IntArray, block_size: int
+) -> IntArray:
+    """Where each new token goes: ``[T]``, of the arguments of `paged_attention`."""
+    lengths = np.diff(cumulative_sequence_length)
+    slots = [
+        block_slots(row, np.arange(past, past + length), block_size)
+        for row, past, length in zip(block_table, past_seqlens.tolist(), lengths.tolist(), strict=True)
+    ]
+    return np.concatenate([np.empty(0, np.int64), *slots])
 
 
 def ancestors(mask: IntArray | None, row: int, index: int) -> IntArray:
@@ -169,6 +212,21 @@ def to_e4m3(x: FloatArray) -> npt.NDArray[np.uint8]:
     return signed
 
 
+def normalize(x: FloatArray, weight: FloatArray | None, epsilon: float) -> FloatArray:
+    """RMSNorm (https://arxiv.org/abs/1910.07467) of the heads ``[..., D]``; without a weight it is 1.
+
+    In float32 and in the op's order, without fused products: lane ``l`` of 8 sums the squares of elements
+    ``l, l + 8, …``; the lanes are added as a tree, ``l`` with ``l + 4``, with ``l + 2``, ….
+    """
+    squares = np.square(x, dtype=np.float32).reshape(*x.shape[:-1], x.shape[-1] // 8, 8)
+    lanes = np.add.accumulate(squares, axis=-2)[..., -1, :]  # one after the other, unlike a sum
+    for half in (4, 2, 1):
+        lanes = lanes[..., :half] + lanes[..., half:]
+    inverse = np.float32(1) / np.sqrt(lanes / np.float32(x.shape[-1]) + np.float32(epsilon))
+    normed: FloatArray = x * inverse
+    return normed if weight is None else normed * weight.astype(np.float32)
+
+
 def rotate(x: FloatArray, cos: FloatArray, sin: FloatArray, width: int, interleaved: bool) -> FloatArray:
     """Rotary position embedding (RoFormer, https://arxiv.org/abs/2104.09864, section 3.2.2).
 
@@ -184,7 +242,12 @@ def rotate(x: FloatArray, cos: FloatArray, sin: FloatArray, width: int, interlea
 
 
 def attend(
-    query: FloatArray, keys: FloatArray, values: FloatArray, scale: float, softcap: float
+    query: FloatArray,
+    keys: FloatArray,
+    values: FloatArray,
+    scale: float,
+    softcap: float,
+    head_sink: FloatArray | None = None,
 ) -> FloatArray:
     """One token's heads ``[Hq, D]`` over the keys and values ``[n, Hkv, D]`` that it sees: ``[Hq, D]``."""
     group = query.shape[0] // keys.shape[1]
@@ -193,6 +256,9 @@ def attend(
     scores = np.einsum("hd,nhd->hn", query, keys) * scale
     if softcap > 0:
         scores = softcap * np.tanh(scores / softcap)
+    if head_sink is not None:  # one more key, whose value is zero
+        scores = np.concatenate([scores, head_sink[:, None]], axis=1)
+        values = np.concatenate([values, np.zeros_like(values[:1])])
     weights = np.exp(scores - scores.max(axis=1, keepdims=True))
     output: FloatArray = np.einsum("hn,nhd->hd", weights / weights.sum(axis=1, keepdims=True), values)
     return output

@@ -9,11 +9,12 @@
 namespace pagelet {
 
 constexpr int kPartitionKeys = 256;  // keys are reduced in partitions of this many, at absolute positions
-constexpr int kMaxHeadSize = 256;
+constexpr int kMaxHeadSize = 512;
 constexpr int kRowBlock = 144;  // most rows (a row = a token and a query head) in one item
 
 struct AttentionArgs {
-  // Row t is at pointer + t * stride. `key` and `value` hold the new tokens only.
+  // Row t is at pointer + t * stride. `key` and `value` hold the new tokens only; where `reads_only`, they are
+  // null, and another layer has written these tokens into the caches.
   const float* query;
   const float* key;
   const float* value;
@@ -33,6 +34,10 @@ struct AttentionArgs {
 
   const int32_t* ancestor_mask;  // [tokens, mask_words], or null: no trees (see attention_tree.h)
 
+  const float* q_norm_weight;  // [head_size], of every query head's RMSNorm, or null: no norm
+  const float* k_norm_weight;  // the same of key heads
+  const float* head_sink;      // [num_heads]: a logit that takes part in the softmax and has no value; or null
+
   float* output;  // [tokens, num_heads * head_size]
 
   int64_t tokens, sequences, blocks, block_size, max_blocks, max_positions, mask_words;
@@ -40,7 +45,11 @@ struct AttentionArgs {
   int64_t window;  // keys that a row sees, itself included; 0: all
   float scale;
   float softcap;  // 0: none
+  float norm_epsilon;
   bool rotary_interleaved;
+  bool norm_after_rotation;  // else before it
+  bool norm_values;          // RMSNorm without a weight
+  bool reads_only;
 };
 
 // Rows [row_begin, row_end) of one sequence and one KV head, where row = token * (query heads per KV head) +
@@ -64,8 +73,8 @@ constexpr size_t kStateTail = 16;
 struct AttentionKernel {
   int vector_width;  // floats; must divide the head size
   size_t (*scratch_floats)(const AttentionArgs&);
-  // Rotates the keys of tokens [begin, end) and writes keys and values to their slots (block * block_size +
-  // offset) in the caches, with their scales.
+  // Norms and rotates the keys of tokens [begin, end) and writes keys and values to their slots (block *
+  // block_size + offset) in the caches, with their scales.
   void (*write_cache)(const AttentionArgs&, const int64_t* slots, int64_t begin, int64_t end);
   void (*attend)(const AttentionArgs&, const AttentionItem&, float* scratch);
   void (*merge)(const AttentionArgs&, const AttentionItem&, float* scratch);

@@ -6,7 +6,8 @@
 //             as a tree: l with l + W/2, with l + W/4, …
 //   softmax   the sum of a partition: lane l sums keys l, l + W, … of the partition, then the same tree
 //   values    each output element adds its keys in ascending order
-//   partitions of 256 keys at absolute positions are merged in ascending order
+//   partitions of 256 keys at absolute positions are merged in ascending order, and the head's sink after them
+//   norms     see attention_heads.h
 // In a scaled cache the products are those of the stored codes; a finished score is multiplied by its key's
 // scale, and a weight, once it is summed, by its value's.
 // Masked keys are selected away and never multiplied. Keys are transposed so that lanes are keys: the partial
@@ -14,6 +15,7 @@
 // read the keys untransposed, with the same sums.
 #include "attention.h"
 #include "attention_rows.h"
+#include "attention_states.h"
 #include "attention_tiles.h"
 #include "cache_traits.h"
 
@@ -217,44 +219,6 @@ void attend_partition(const Rows& rows, int64_t partition, const Scratch& scratc
   weigh(rows, partition, tokens, scratch, states, state_stride);
 }
 
-// total := total merged with the state of the next partition.
-void merge_state(int64_t head_size, const float* part, bool first, float* total) {
-  const float old_top = first ? part[head_size] : total[head_size], part_top = part[head_size];
-  const float top = old_top > part_top ? old_top : part_top;
-  const Vec scale_part = exp(sub(set1(part_top), set1(top)));
-  const Vec scale_old = exp(sub(set1(old_top), set1(top)));
-  if (first) {
-    for (int64_t d = 0; d < head_size + 2; ++d) total[d] = part[d];
-    return;
-  }
-  for (int64_t d = 0; d < head_size; d += kWidth) {
-    store(total + d, fmadd(load(part + d), scale_part, mul(load(total + d), scale_old)));
-  }
-  const Vec sum = fmadd(set1(part[head_size + 1]), scale_part, mul(set1(total[head_size + 1]), scale_old));
-  total[head_size] = top;
-  total[head_size + 1] = reduce_max(sum);
-}
-
-void merge_partition(const Rows& rows, int64_t partition, const float* states, int64_t state_stride,
-                     float* totals) {
-  const AttentionArgs& args = rows.args;
-  for (int64_t row = 0; row < rows.count; ++row) {
-    if (rows.visible(row, partition).empty()) continue;
-    const bool first = partition == rows.item.first_partition || rows.visible(row, partition - 1).empty();
-    merge_state(args.head_size, states + row * state_stride, first, totals + row * state_floats(args));
-  }
-}
-
-void write_output(const Rows& rows, const float* totals) {
-  const AttentionArgs& args = rows.args;
-  for (int64_t row = 0; row < rows.count; ++row) {
-    const float* total = totals + row * state_floats(args);
-    const Vec sum = set1(total[args.head_size + 1]);
-    for (int64_t d = 0; d < args.head_size; d += kWidth)
-      store(rows.output[row] + d, div(load(total + d), sum));
-  }
-}
-
 template <typename Cache>
 void attend(const AttentionArgs& args, const AttentionItem& item, float* memory) {
   const Scratch scratch = divide(args, memory);
@@ -292,11 +256,13 @@ void write_cache(const AttentionArgs& args, const int64_t* slots, int64_t begin,
     for (int64_t head = 0; head < args.kv_num_heads; ++head) {
       const size_t source = size_t(token) * args.key_value_stride + size_t(head * size);
       const int64_t index = slots[token] * args.kv_num_heads + head;
-      float key[kMaxHeadSize];
+      float key[kMaxHeadSize], value[kMaxHeadSize];
       memcpy(key, args.key + source, size_t(size) * sizeof(float));
-      rotate(args, token, key);
+      memcpy(value, args.value + source, size_t(size) * sizeof(float));
+      prepare_head(args, token, args.k_norm_weight, key);
+      if (args.norm_values) normalize(args, nullptr, value);
       const float key_scale = Cache::write(key_cache + index * size, size, key);
-      const float value_scale = Cache::write(value_cache + index * size, size, args.value + source);
+      const float value_scale = Cache::write(value_cache + index * size, size, value);
       if constexpr (Cache::kScaled) {
         args.key_scale_cache[index] = key_scale;
         args.value_scale_cache[index] = value_scale;

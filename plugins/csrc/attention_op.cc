@@ -2,9 +2,9 @@
 #include <algorithm>
 #include <cmath>
 #include <string>
-#include <type_traits>
 
 #include "attention.h"
+#include "attention_attributes.h"
 #include "attention_plan.h"
 #include "isa.h"
 #include "ops.h"
@@ -35,21 +35,13 @@ enum Input {
   kValueScaleCache,
   kPositionIds,
   kAncestorMask,
+  kQNormWeight,
+  kKNormWeight,
+  kHeadSink,
 };
 enum Output { kOutput, kKeyCacheOut, kValueCacheOut, kKeyScaleCacheOut, kValueScaleCacheOut };
 
 constexpr int64_t kTokensPerWrite = 16;
-
-// The message is a text, or a function that makes one: only an error should cost an allocation.
-template <typename Message>
-void require(bool condition, const Message& message) {
-  if (condition) return;
-  if constexpr (std::is_invocable_v<Message>) {
-    throw std::invalid_argument("PagedAttention: " + std::string(message()));
-  } else {
-    throw std::invalid_argument("PagedAttention: " + std::string(message));
-  }
-}
 
 // A cache type: what the host calls it, and its kernels.
 #define PAGELET_CACHE_TYPE(Type, element, scaled, name, kernel)         \
@@ -75,37 +67,6 @@ const AttentionKernel& kernel_for(int64_t head_size) {
   return Cache::kernels(static_cast<Isa>(isa));
 }
 
-// Products with sizes of tensors must fit 64 bits, or a wrapped one could pass for the true size.
-constexpr int64_t kMaxHeads = 65536;
-constexpr int64_t kMaxWindow = int64_t{1} << 31;
-
-struct Attributes {
-  Attributes(const ort::Api& api, const ort::KernelInfo* info)
-      : num_heads(ort::attribute(api, info, "num_heads", int64_t{0})),
-        kv_num_heads(ort::attribute(api, info, "kv_num_heads", int64_t{0})),
-        local_window_size(ort::attribute(api, info, "local_window_size", int64_t{-1})),
-        rotary_interleaved(ort::attribute(api, info, "rotary_interleaved", int64_t{0})),
-        rotary_dim(ort::attribute(api, info, "rotary_dim", int64_t{0})),
-        scale(ort::attribute(api, info, "scale", 0.0f)),
-        softcap(ort::attribute(api, info, "softcap", 0.0f)) {
-    require(num_heads > 0 && kv_num_heads > 0 && num_heads % kv_num_heads == 0 && num_heads <= kMaxHeads,
-            "num_heads is " + std::to_string(num_heads) + " and kv_num_heads is " +
-                std::to_string(kv_num_heads) + ", expected two positive numbers up to " +
-                std::to_string(kMaxHeads) + " of which the second divides the first");
-    require(local_window_size >= -1 && local_window_size <= kMaxWindow,
-            "local_window_size is " + std::to_string(local_window_size) +
-                ", expected -1 or 0 (no window) or a number of keys");
-    require(rotary_dim >= 0 && rotary_dim % 2 == 0 && rotary_dim <= kMaxHeadSize,
-            "rotary_dim is " + std::to_string(rotary_dim) + ", expected an even number up to " +
-                std::to_string(kMaxHeadSize) + ", or 0 for the whole head");
-    require(std::isfinite(scale) && scale >= 0, "scale is not finite and positive");
-    require(std::isfinite(softcap) && softcap >= 0, "softcap is not finite and positive");
-  }
-
-  int64_t num_heads, kv_num_heads, local_window_size, rotary_interleaved, rotary_dim;
-  float scale, softcap;
-};
-
 template <typename Cache>
 class PagedAttention {
  public:
@@ -125,11 +86,15 @@ class PagedAttention {
       {ort::kFloat, ort::kOptional},
       {ort::kInt64, ort::kOptional},
       {ort::kInt32, ort::kOptional},
+      {ort::kFloat, ort::kOptional},
+      {ort::kFloat, ort::kOptional},
+      {ort::kFloat, ort::kOptional},
   };
+  // Caches are no outputs of a node that only reads.
   static constexpr ort::Port kOutputs[] = {
       {ort::kFloat},
-      {Cache::kElement},
-      {Cache::kElement},
+      {Cache::kElement, ort::kOptional},
+      {Cache::kElement, ort::kOptional},
       {ort::kFloat, ort::kOptional},
       {ort::kFloat, ort::kOptional},
   };
@@ -141,7 +106,12 @@ class PagedAttention {
   };
 
   PagedAttention(const ort::Api& api, const ort::KernelInfo* info)
-      : attributes_(api, info), cosine_(api, info, kCosCache), sine_(api, info, kSinCache) {}
+      : attributes_(api, info),
+        cosine_(api, info, kCosCache),
+        sine_(api, info, kSinCache),
+        q_norm_(api, info, kQNormWeight),
+        k_norm_(api, info, kKNormWeight),
+        sink_(api, info, kHeadSink) {}
 
   void compute(const ort::Context& context) const {
     AttentionArgs args{};
@@ -151,6 +121,7 @@ class PagedAttention {
     read_lengths(context, args);
     read_rotation(context, args);
     read_trees(context, args);
+    read_head_weights(context, args);
     check_indices(args);
     bind_outputs(context, args);
     run(context.parallel_for(), args);
@@ -170,6 +141,9 @@ class PagedAttention {
     args.kv_num_heads = attributes_.kv_num_heads;
     args.window = std::max<int64_t>(0, attributes_.local_window_size);
     args.softcap = attributes_.softcap;
+    args.norm_epsilon = attributes_.norm_epsilon;
+    args.norm_after_rotation = attributes_.norm_after_rotation != 0;
+    args.norm_values = attributes_.norm_values != 0;
     require(args.block_size > 0, "key_cache has blocks of 0 tokens");
     require(args.head_size % 8 == 0 && args.head_size > 0 && args.head_size <= kMaxHeadSize, [&] {
       return "the head size (last dimension of key_cache) is " + std::to_string(args.head_size) +
@@ -200,8 +174,10 @@ class PagedAttention {
     const ort::Tensor query = context.input(kQuery), key = context.input(kKey), value = context.input(kValue);
     require(key.present == value.present, "key and value must be given together");
     const int64_t query_size = args.num_heads * args.head_size, key_size = args.kv_num_heads * args.head_size;
-    const int64_t packed = key.present ? 0 : 2 * key_size;
-    ort::expect_shape(query, "query", {-1, query_size + packed});
+    args.reads_only = !key.present && query.rank == 2 && query.dims[1] == query_size;
+    const int64_t packed = key.present || args.reads_only ? 0 : 2 * key_size;
+    ort::expect_shape(query, "query", {-1, query_size + packed},
+                      packed ? " (or queries alone, to read what another layer writes)" : "");
     args.tokens = query.dims[0];
     args.query = query.as<float>();
     args.query_stride = size_t(query_size + packed);
@@ -211,7 +187,7 @@ class PagedAttention {
       args.key = key.as<float>();
       args.value = value.as<float>();
       args.key_value_stride = size_t(key_size);
-    } else if (args.tokens > 0) {
+    } else if (!args.reads_only && args.tokens > 0) {
       args.key = args.query + query_size;
       args.value = args.key + key_size;
       args.key_value_stride = args.query_stride;
@@ -262,12 +238,30 @@ class PagedAttention {
     args.mask_words = mask.dims[1];
   }
 
+  void read_head_weights(const ort::Context& context, AttentionArgs& args) const {
+    const auto read = [&](const ort::ConstantInput& input, const char* name, int64_t size) {
+      const ort::Tensor tensor = input.get(context);
+      if (tensor.present) ort::expect_shape(tensor, name, {size});
+      return tensor.as<float>();
+    };
+    args.q_norm_weight = read(q_norm_, "q_norm_weight", args.head_size);
+    args.k_norm_weight = read(k_norm_, "k_norm_weight", args.head_size);
+    args.head_sink = read(sink_, "head_sink", args.num_heads);
+    require(!args.reads_only || (!args.k_norm_weight && !args.norm_values),
+            "k_norm_weight and norm_values belong to a node that writes keys and values, the query of this one "
+            "holds queries alone");
+  }
+
   static void bind_outputs(const ort::Context& context, AttentionArgs& args) {
     const int64_t cache[] = {args.blocks, args.block_size, args.kv_num_heads, args.head_size};
     const int64_t rows[] = {args.tokens, args.num_heads * args.head_size};
     const auto in_place = [&](Output output, size_t rank, const void* input) {
       const void* bound = context.output(output, cache, rank);
       if (args.blocks == 0) return;
+      if (args.reads_only) {
+        return require(bound == nullptr, "the query holds queries alone, so nothing is written: leave the "
+                                         "cache outputs out");
+      }
       require(bound != nullptr, "a cache that is written must be an output too, its scales as well");
       require(bound == input,
               "the caches are updated in place: bind the same OrtValue as cache input and cache output");
@@ -287,7 +281,7 @@ class PagedAttention {
     make_plan(args, plan);
     const AttentionPlan& shared = plan;  // the other threads would see their own
     const size_t scratch = kernel.scratch_floats(args);
-    const size_t writes = size_t((args.tokens + kTokensPerWrite - 1) / kTokensPerWrite);
+    const size_t writes = args.reads_only ? 0 : size_t((args.tokens + kTokensPerWrite - 1) / kTokensPerWrite);
     for_each(parallel_for, writes, [&](size_t i) {
       const int64_t begin = int64_t(i) * kTokensPerWrite;
       kernel.write_cache(args, shared.slots.data(), begin, std::min(args.tokens, begin + kTokensPerWrite));
@@ -301,7 +295,7 @@ class PagedAttention {
   }
 
   Attributes attributes_;
-  ort::ConstantInput cosine_, sine_;
+  ort::ConstantInput cosine_, sine_, q_norm_, k_norm_, sink_;
 };
 
 }  // namespace

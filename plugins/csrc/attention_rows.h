@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention.h"
+#include "attention_heads.h"
 #include "attention_tiles.h"
 #include "simd.h"
 
@@ -53,17 +54,18 @@ struct Rows {
   const float* query[kRowBlock];
   float* output[kRowBlock];
   int64_t token[kRowBlock];  // in the batch
+  int64_t head[kRowBlock];   // of the query
 
   Rows(const AttentionArgs& the_args, const AttentionItem& the_item)
       : args(the_args), item(the_item), count(item.row_end - item.row_begin) {
     const int64_t group = args.num_heads / args.kv_num_heads;
     for (int64_t row = 0; row < count; ++row) {
       const int64_t index = (item.row_begin + row) / group;
-      const int64_t head = item.kv_head * group + (item.row_begin + row) % group;
+      head[row] = item.kv_head * group + (item.row_begin + row) % group;
       position[row] = args.past_seqlens[item.sequence] + index - item.unseen;
       token[row] = args.cumulative_sequence_length[item.sequence] + index;
-      query[row] = args.query + token[row] * int64_t(args.query_stride) + head * args.head_size;
-      output[row] = args.output + (token[row] * args.num_heads + head) * args.head_size;
+      query[row] = args.query + token[row] * int64_t(args.query_stride) + head[row] * args.head_size;
+      output[row] = args.output + (token[row] * args.num_heads + head[row]) * args.head_size;
     }
   }
 
@@ -83,27 +85,12 @@ struct Rows {
   }
 };
 
-// Rotates the first rotary_dim elements of x, in place, as RoFormer (https://arxiv.org/abs/2104.09864),
-// sec. 3.2.2.
-void rotate(const AttentionArgs& args, int64_t token, float* __restrict x) {
-  if (!args.cos_cache) return;
-  const int64_t half = args.rotary_dim / 2, position = args.position_ids[token];
-  const float* __restrict cosine = args.cos_cache + position * half;
-  const float* __restrict sine = args.sin_cache + position * half;
-  const int64_t step = args.rotary_interleaved ? 2 : 1, partner = args.rotary_interleaved ? 1 : half;
-  for (int64_t i = 0; i < half; ++i) {
-    const float a = x[i * step], b = x[i * step + partner];
-    x[i * step] = a * cosine[i] - b * sine[i];
-    x[i * step + partner] = b * cosine[i] + a * sine[i];
-  }
-}
-
 template <typename Element>
 PAGELET_INLINE void prefetch_row(const Element* row, int64_t size) {
   for (int64_t i = 0; i < size; i += 64 / int64_t(sizeof(Element))) prefetch(row + i);
 }
 
-// Rotates and scales the query rows and lays them out for score_panel, or, if they are few, for score_keys.
+// Norms, rotates and scales the query rows and lays them out for score_panel, or, if they are few, for score_keys.
 void pack_queries(const Rows& rows, float* packed) {
   const AttentionArgs& args = rows.args;
   const int64_t size = args.head_size, chain = size / kWidth;
@@ -111,7 +98,7 @@ void pack_queries(const Rows& rows, float* packed) {
     float x[kMaxHeadSize];
     memcpy(x, rows.query[row], size_t(size) * sizeof(float));
     if (row + kGroupRows < rows.count) prefetch_row(rows.query[row + kGroupRows], size);
-    rotate(args, rows.token[row], x);
+    prepare_head(args, rows.token[row], args.q_norm_weight, x);
     if (rows.direct()) {
       for (int64_t i = 0; i < size; ++i) packed[row * size + i] = x[i] * args.scale;
       continue;

@@ -46,7 +46,8 @@ void run_parallel(const ParallelFor& self, size_t total, void (*body)(void*, siz
 
 }  // namespace
 
-void expect_shape(const Tensor& tensor, const char* name, std::initializer_list<int64_t> expected) {
+void expect_shape(const Tensor& tensor, const char* name, std::initializer_list<int64_t> expected,
+                  const char* remark) {
   bool same = tensor.rank == expected.size();
   for (size_t i = 0; same && i < tensor.rank; ++i) {
     const int64_t want = expected.begin()[i];
@@ -54,7 +55,7 @@ void expect_shape(const Tensor& tensor, const char* name, std::initializer_list<
   }
   if (same) return;
   throw std::invalid_argument(std::string(name) + " has shape " + shape_text(tensor.dims, tensor.rank) +
-                              ", expected " + shape_text(expected.begin(), expected.size()));
+                              ", expected " + shape_text(expected.begin(), expected.size()) + remark);
 }
 
 Context::Context(const Api& api, KernelContext* context) : api_(api), context_(context) {

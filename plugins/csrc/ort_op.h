@@ -51,8 +51,9 @@ struct Tensor {
   }
 };
 
-// What was found and what was expected, with every dimension that is not -1 checked.
-void expect_shape(const Tensor& tensor, const char* name, std::initializer_list<int64_t> expected);
+// What was found and what was expected, with every dimension that is not -1 checked. The error ends with `remark`.
+void expect_shape(const Tensor& tensor, const char* name, std::initializer_list<int64_t> expected,
+                  const char* remark = "");
 
 class Context {
  public:

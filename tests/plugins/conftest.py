@@ -39,6 +39,9 @@ INPUT_TYPES = {
     "value_scale_cache": TensorProto.FLOAT,
     "position_ids": TensorProto.INT64,
     "ancestor_mask": TensorProto.INT32,
+    "q_norm_weight": TensorProto.FLOAT,
+    "k_norm_weight": TensorProto.FLOAT,
+    "head_sink": TensorProto.FLOAT,
 }
 MAX_POSITIONS = 1200
 # NumPy has no FP8: its bits travel as uint8.
@@ -49,6 +52,7 @@ CACHE_TYPES = {
     "fp8": (np.uint8, TensorProto.FLOAT8E4M3FN),
 }
 SCALE_CACHES = ("key_scale_cache", "value_scale_cache")
+HEAD_WEIGHTS = ("q_norm_weight", "k_norm_weight", "head_sink")
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,11 @@ class Layer:
     rotary: bool = True
     packed: bool = True
     trees: bool = False
+    head_weights: tuple[str, ...] = ()
+    norm_epsilon: float = 1e-6
+    norm_after_rotation: bool = False
+    norm_values: bool = False
+    reads_only: bool = False  # queries alone
     cache_type: str = "f32"
     scale_inputs: tuple[str, ...] | None = None  # None: those that the cache type has
 
@@ -85,14 +94,16 @@ class Layer:
     @property
     def attributes(self) -> dict[str, Any]:
         names = ("num_heads", "kv_num_heads", "scale", "softcap", "local_window_size", "rotary_dim")
-        return {name: getattr(self, name) for name in names} | {"rotary_interleaved": self.rotary_interleaved}
+        names += ("rotary_interleaved", "norm_epsilon", "norm_after_rotation", "norm_values")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def inputs(self) -> list[str]:
         """Names by position; an absent optional input is empty."""
         absent = set(SCALE_CACHES) - set(self.caches)
         absent |= set() if self.rotary else set(ROTARY_INPUTS)
-        absent |= {"key", "value"} if self.packed else set()
+        absent |= {"key", "value"} if self.packed or self.reads_only else set()
+        absent |= set(HEAD_WEIGHTS) - set(self.head_weights)
         absent |= set() if self.trees else {"ancestor_mask"}
         return ["" if name in absent else name for name in INPUT_TYPES]
 
@@ -125,6 +136,7 @@ class World:
     unused_blocks: int = 3
     qkv: list[Array] = field(init=False)
     block_table: Array = field(init=False)
+    head_weights: dict[str, Array] = field(init=False)
 
     def __post_init__(self) -> None:
         rng = np.random.default_rng(self.seed)
@@ -137,6 +149,8 @@ class World:
         self.block_table = np.full((len(counts), max(counts, default=0) + 1), -1, np.int32)
         for row, count in zip(self.block_table, counts, strict=True):
             row[:count] = [next(physical) for _ in range(count)]
+        sizes = dict(zip(HEAD_WEIGHTS, (layer.head_size, layer.head_size, layer.num_heads), strict=True))
+        self.head_weights = {n: rng.uniform(-2, 2, sizes[n]).astype(np.float32) for n in layer.head_weights}
         half = (layer.rotary_dim or layer.head_size) // 2
         angles = np.arange(MAX_POSITIONS)[:, None] * 10000.0 ** -(np.arange(half) / half)
         self.cos, self.sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
@@ -159,7 +173,9 @@ class World:
         width = (layer.num_heads + 2 * layer.kv_num_heads) * layer.head_size
         packed = np.concatenate(rows) if rows else np.empty((0, width), np.float32)
         inputs: dict[str, Array] = {"query": packed}
-        if not layer.packed:
+        if layer.reads_only:
+            inputs["query"] = np.ascontiguousarray(packed[:, : layer.num_heads * layer.head_size])
+        elif not layer.packed:
             cuts = np.cumsum([layer.num_heads, layer.kv_num_heads]) * layer.head_size
             parts = [np.ascontiguousarray(part) for part in np.split(packed, cuts, axis=1)]
             inputs = dict(zip(("query", "key", "value"), parts, strict=True))
@@ -172,7 +188,7 @@ class World:
             positions = np.concatenate(ranges) if ranges else np.empty(0)
             inputs |= {"cos_cache": self.cos, "sin_cache": self.sin}
             inputs["position_ids"] = positions.astype(np.int64)
-        return inputs
+        return inputs | self.head_weights
 
     def reference(self, inputs: dict[str, Array], caches: Caches) -> Array:
         return reference.paged_attention(**caches.arrays(), **inputs, **self.layer.attributes)
@@ -195,7 +211,7 @@ def build_model(layer: Layer, nodes: int) -> bytes:
         last = i == nodes - 1
         written = {name: f"{name}_out" if last else f"{name}.{i}" for name in layer.caches}
         inputs = [previous.get(name, name) for name in layer.inputs]
-        outputs = [f"output_{i}", *written.values()]
+        outputs = [f"output_{i}", *([] if layer.reads_only else written.values())]
         chain.append(
             helper.make_node(
                 "PagedAttention", inputs, outputs, f"/attn.{i}", domain="pagelet", **layer.attributes
@@ -206,6 +222,7 @@ def build_model(layer: Layer, nodes: int) -> bytes:
     elements = INPUT_TYPES | {"key_cache": cache_element, "value_cache": cache_element}
     rank = {"key_cache": 4, "value_cache": 4, "block_table": 2, "position_ids": 1, "past_seqlens": 1}
     rank |= {"cumulative_sequence_length": 1, "key_scale_cache": 3, "value_scale_cache": 3}
+    rank |= dict.fromkeys(HEAD_WEIGHTS, 1)
 
     def info(name: str, element: int, dimensions: int) -> Any:
         return helper.make_tensor_value_info(name, element, [None] * dimensions)
@@ -215,7 +232,7 @@ def build_model(layer: Layer, nodes: int) -> bytes:
         "attention",
         [info(name, elements[name], rank.get(name, 2)) for name in layer.inputs if name],
         [info(f"output_{i}", TensorProto.FLOAT, 2) for i in range(nodes)]
-        + [info(f"{name}_out", elements[name], rank[name]) for name in layer.caches],
+        + [info(f"{name}_out", elements[name], rank[name]) for name in layer.caches if not layer.reads_only],
     )
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("pagelet", 1)]
     model: bytes = helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
@@ -239,7 +256,7 @@ class AttentionSession:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         native.register_ops(options)
         self.session = ort.InferenceSession(build_model(layer, nodes), options, ["CPUExecutionProvider"])
-        self.nodes = nodes
+        self.nodes, self.written = nodes, () if layer.reads_only else layer.caches
 
     def run(self, inputs: dict[str, Array], caches: Caches, *, apart: str = "") -> Array:
         """The output of the last node, [T, Hq * D]; `caches` are updated in place.
@@ -255,8 +272,8 @@ class AttentionSession:
             binding.bind_ortvalue_input(name, pool)
         for i in range(self.nodes):
             binding.bind_output(f"output_{i}", "cpu")
-        for name, pool in values.items():
-            other = ort_value(caches.copy().arrays()[name]) if name == apart else pool
+        for name in self.written:
+            other = ort_value(caches.copy().arrays()[name]) if name == apart else values[name]
             binding.bind_ortvalue_output(f"{name}_out", other)
         self.session.run_with_iobinding(binding)
         output: Array = binding.get_outputs()[self.nodes - 1].numpy()

@@ -65,7 +65,7 @@ def test_wrong_index(attention: Any, case: Any, name: str, index: Any, value: in
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
-        ("query", (13, 100), r"query has shape \[13, 100\], expected \[any, 256\]"),
+        ("query", (13, 100), r"query has shape \[13, 100\], expected \[any, 256\] \(or queries alone"),
         ("past_seqlens", (3,), r"cumulative_sequence_length has shape \[3\], expected \[4\]"),
         ("block_table", (1, 4), r"block_table has shape \[1, 4\], expected \[2, any\]"),
         ("cos_cache", (1200, 7), r"cos_cache has shape \[1200, 7\], expected \[any, 16\]"),
@@ -84,8 +84,8 @@ def test_wrong_shape(attention: Any, case: Any, name: str, shape: tuple[int, ...
     ("change", "message"),
     [
         (lambda c: c.key[:, :, :1], r"key_cache has shape .* expected \[any, any, 2, any\]"),
-        (lambda c: c.key[..., :12], "head size .* is 12, expected a multiple of 8 up to 256"),
-        (lambda c: np.zeros((2, 16, 2, 264), np.float32), "head size .* is 264"),
+        (lambda c: c.key[..., :12], "head size .* is 12, expected a multiple of 8 up to 512"),
+        (lambda c: np.zeros((2, 16, 2, 520), np.float32), "head size .* is 520"),
         (lambda c: c.key[:, :0], "blocks of 0 tokens"),
     ],
 )
@@ -174,11 +174,56 @@ def test_any_cache_not_bound_in_place(
         ({"rotary_dim": 3}, "rotary_dim is 3"),
         ({"scale": -1.0}, "scale is not finite and positive"),
         ({"softcap": float("nan")}, "softcap is not finite and positive"),
+        ({"norm_epsilon": -1e-6}, "norm_epsilon is -0.000001, expected a number from 0 to 1"),
+        ({"norm_epsilon": 1.5}, "norm_epsilon is 1.5"),
+        ({"norm_epsilon": float("nan")}, "norm_epsilon is -?nan"),
+        ({"norm_after_rotation": 2}, "norm_after_rotation is 2, expected 0 or 1"),
+        ({"norm_values": -1}, "norm_values is -1, expected 0 or 1"),
     ],
 )
 def test_wrong_attribute(attention: Any, make_layer: Any, attributes: dict[str, Any], message: str) -> None:
     with pytest.raises(Exception, match=message):
         attention(make_layer(**attributes))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("q_norm_weight", (31,), r"q_norm_weight has shape \[31\], expected \[32\]"),
+        ("k_norm_weight", (33,), r"k_norm_weight has shape \[33\], expected \[32\]"),
+        ("head_sink", (2,), r"head_sink has shape \[2\], expected \[4\]"),
+        ("head_sink", (0,), r"head_sink has shape \[0\], expected \[4\]"),
+    ],
+)
+def test_head_weights_of_a_wrong_shape(
+    attention: Any, make_layer: Any, make_world: Any, name: str, shape: tuple[int, ...], message: str
+) -> None:
+    layer = make_layer(head_weights=(name,))
+    world = make_world(layer, [3])
+    step = world.step([(0, 0, 3)]) | {name: np.zeros(shape, np.float32)}
+    fails(attention(layer), step, world.caches(), message)
+
+
+@pytest.mark.parametrize("attributes", [{"head_weights": ("k_norm_weight",)}, {"norm_values": True}])
+def test_norms_of_what_is_not_written(
+    attention: Any, make_layer: Any, make_world: Any, attributes: dict[str, Any]
+) -> None:
+    world = make_world(make_layer(reads_only=True, **attributes), [3])
+    message = "k_norm_weight and norm_values belong to a node that writes"
+    fails(attention(world.layer), world.step([(0, 0, 3)]), world.with_past([3]), message)
+
+
+def test_cache_outputs_and_queries_alone(attention: Any, case: Any) -> None:
+    world, caches = case
+    step = step_of(world)
+    step["query"] = np.ascontiguousarray(step["query"][:, : 4 * 32])
+    fails(attention(world.layer), step, caches.copy(), "nothing is written: leave the cache outputs out")
+
+
+def test_keys_and_no_cache_outputs(attention: Any, make_layer: Any, case: Any) -> None:
+    world, caches = case
+    reader = attention(make_layer(block_size=BLOCK, reads_only=True))
+    fails(reader, step_of(world), caches.copy(), "a cache that is written must be an output too")
 
 
 def test_rotary_dim_larger_than_the_head(attention: Any, make_layer: Any, make_world: Any) -> None:

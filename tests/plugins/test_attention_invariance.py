@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+ALL_WEIGHTS = ("q_norm_weight", "k_norm_weight", "head_sink")
 LAYERS = [
     {"num_heads": 9, "kv_num_heads": 3, "head_size": 64, "block_size": 32},
     {"num_heads": 4, "kv_num_heads": 4, "head_size": 40, "block_size": 16, "softcap": 5.0},
@@ -20,6 +21,16 @@ LAYERS = [
     {"num_heads": 9, "kv_num_heads": 3, "head_size": 64, "block_size": 32, "cache_type": "fp8"},
     {"num_heads": 4, "kv_num_heads": 4, "head_size": 40, "softcap": 5.0, "cache_type": "int8"},
     {"num_heads": 2, "kv_num_heads": 1, "head_size": 256, "local_window_size": 300, "cache_type": "fp8"},
+    {"num_heads": 9, "kv_num_heads": 3, "head_size": 64, "head_weights": ALL_WEIGHTS, "norm_values": True},
+    {"num_heads": 8, "kv_num_heads": 2, "local_window_size": 70, "head_weights": ("head_sink",)},
+    {
+        "num_heads": 2,
+        "kv_num_heads": 1,
+        "head_size": 512,
+        "head_weights": ALL_WEIGHTS,
+        "norm_after_rotation": True,
+        "cache_type": "int8",
+    },
 ]
 LENGTH = 530  # three partitions
 

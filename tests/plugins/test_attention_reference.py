@@ -24,7 +24,8 @@ EXAMPLES = 15 if "PAGELET_ISA" in os.environ else 60
 PASTS = st.sampled_from([0, 0, 1, 5, 15, 16, 31, 32, 33, 100, 255, 256, 257, 511, 512, 600])
 NEW = st.sampled_from([0, 1, 1, 1, 2, 3, 7, 16, 17, 33, 70])
 HEADS = st.sampled_from([(1, 1), (2, 2), (2, 1), (6, 2), (4, 1), (5, 1), (6, 1), (7, 1), (8, 1), (9, 3)])
-HEAD_SIZES = st.sampled_from([8, 16, 32, 40, 64, 80, 96, 128, 256])
+HEAD_SIZES = st.sampled_from([8, 16, 32, 40, 64, 80, 96, 128, 256, 512])
+HEAD_WEIGHTS = st.sets(st.sampled_from(["q_norm_weight", "k_norm_weight", "head_sink"]))
 CACHE_TYPES = ("f32", "f16", "int8", "fp8")
 
 
@@ -45,9 +46,15 @@ def layers(draw: st.DrawFn) -> dict[str, Any]:
         "rotary_dim": draw(st.sampled_from([0, 0, 2, head_size // 2 // 2 * 2, head_size])),
         "packed": draw(st.booleans()),
         "cache_type": draw(st.sampled_from(CACHE_TYPES)),
+        "head_weights": tuple(sorted(draw(HEAD_WEIGHTS))),
+        "norm_epsilon": draw(st.sampled_from([1e-6, 0.0, 0.1])),
+        "norm_after_rotation": draw(st.booleans()),
+        "norm_values": draw(st.booleans()),
     }
 
 
+WIDE = {"num_heads": 8, "kv_num_heads": 1, "head_size": 512, "norm_values": True}
+WIDE |= {"head_weights": ("k_norm_weight", "q_norm_weight")}
 SHORT = {"num_heads": 9, "kv_num_heads": 3, "head_size": 64, "block_size": 32}
 
 
@@ -61,6 +68,8 @@ SHORT = {"num_heads": 9, "kv_num_heads": 3, "head_size": 64, "block_size": 32}
 @example(SHORT | {"cache_type": "f16"}, [(0, 300), (37, 0), (255, 2)], 0, 2)
 @example(SHORT | {"cache_type": "int8"}, [(0, 300), (37, 0), (255, 2)], 0, 2)
 @example(SHORT | {"cache_type": "fp8"}, [(0, 300), (37, 0), (255, 2)], 0, 2)
+@example(SHORT | {"head_weights": ("head_sink",), "local_window_size": 2}, [(600, 70), (255, 1)], 0, 2)
+@example(WIDE | {"cache_type": "int8"}, [(0, 300), (600, 1)], 0, 2)
 def test_op_matches_reference(
     attention: Any,
     make_layer: Any,
@@ -206,7 +215,7 @@ def test_every_instruction_set(isa: str) -> None:
         pytest.skip(f"{isa} is what the other tests run")
     files = [
         str(Path(__file__).with_name(f"test_attention_{name}.py"))
-        for name in ("reference", "invariance", "trees")
+        for name in ("reference", "invariance", "trees", "heads", "shared")
     ]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "not instruction_set", *files],

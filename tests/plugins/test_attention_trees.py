@@ -15,6 +15,7 @@ Tree = Sequence[int]  # the parent of each row, -1: a root
 
 # As in test_attention_reference.
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+ALL_WEIGHTS = ("q_norm_weight", "k_norm_weight", "head_sink")
 LAYERS = [
     {"num_heads": 9, "kv_num_heads": 3, "head_size": 64, "block_size": 32},
     {"num_heads": 4, "kv_num_heads": 4, "head_size": 40, "block_size": 16, "softcap": 5.0},
@@ -25,6 +26,9 @@ LAYERS = [
     {"num_heads": 9, "kv_num_heads": 3, "head_size": 64, "block_size": 32, "cache_type": "fp8"},
     {"num_heads": 2, "kv_num_heads": 1, "head_size": 8, "local_window_size": 300, "cache_type": "int8"},
     {"num_heads": 4, "kv_num_heads": 2, "head_size": 16, "local_window_size": 5, "cache_type": "fp8"},
+    {"num_heads": 9, "kv_num_heads": 3, "head_size": 64, "head_weights": ALL_WEIGHTS, "norm_values": True},
+    {"num_heads": 4, "kv_num_heads": 2, "local_window_size": 3, "head_weights": ("head_sink",)},
+    {"num_heads": 2, "kv_num_heads": 1, "head_size": 512, "head_weights": ALL_WEIGHTS, "cache_type": "int8"},
 ]
 PASTS = st.sampled_from([0, 1, 31, 32, 33, 250, 255, 256, 257, 500, 511, 512, 600])
 

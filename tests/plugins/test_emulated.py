@@ -44,6 +44,8 @@ def build(folder: str, target: str, *options: str) -> Path:
                 "attention_reference",
                 "attention_invariance",
                 "attention_trees",
+                "attention_heads",
+                "attention_shared",
                 "linear",
                 "linear_fused",
                 "float_linear",
