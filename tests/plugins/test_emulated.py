@@ -46,6 +46,7 @@ def build(folder: str, target: str, *options: str) -> Path:
                 "attention_trees",
                 "linear",
                 "linear_fused",
+                "activations",
                 "float_linear",
             ),
         ),
