@@ -10,9 +10,9 @@
 * `swiglu_oai` (limit), of a gate and its other half only: with g = min(gate, limit),
   (clamp(up, −limit, limit) + 1) · g · sigmoid(1.702 · g)
 
-A gated layer is activation(gate) · up otherwise. In the ops, parameters are `activation_a`, `activation_b`, … in
-this order. xIELU is Huang and Schlag, 2024, https://arxiv.org/abs/2411.13010; both alphas are the checkpoint's
-after softplus. `swiglu_oai` is GPT-OSS's.
+A gated layer is activation(gate) · up otherwise. In the ops, parameters are `activation_a`, `activation_b`, …
+in this order. xIELU is Huang and Schlag, 2024, https://arxiv.org/abs/2411.13010; both alphas are the
+checkpoint's after softplus. `swiglu_oai` is GPT-OSS's.
 """
 
 from __future__ import annotations

@@ -47,6 +47,7 @@ def build(folder: str, target: str, *options: str) -> Path:
                 "linear",
                 "linear_fused",
                 "activations",
+                "experts",
                 "float_linear",
             ),
         ),
