@@ -67,7 +67,8 @@ class Activation:
         if self.name == "swiglu_oai":
             raise ValueError("swiglu_oai is a function of a gate and its other half: call gate()")
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            return _FUNCTIONS[self.name](np.asarray(x, np.float64), *self.parameters)
+            y: Float64 = _FUNCTIONS[self.name](np.asarray(x, np.float64), *self.parameters)
+        return y
 
     def gate(self, gate: npt.ArrayLike, up: npt.ArrayLike) -> Float64:
         """What a gated layer gives of its two halves, of one shape."""
@@ -88,7 +89,8 @@ def _sigmoid(x: Float64) -> Float64:
 
 
 def _gelu(x: Float64) -> Float64:
-    return 0.5 * x * np.vectorize(math.erfc, otypes=[np.float64])(-x / math.sqrt(2))
+    erfc: Float64 = np.vectorize(math.erfc, otypes=[np.float64])(-x / math.sqrt(2))
+    return 0.5 * x * erfc
 
 
 def _gelu_tanh(x: Float64) -> Float64:

@@ -1,11 +1,12 @@
 """NumPy reference of the `Experts` op: the oracle of what the op computes, with no speed.
 
 Inputs of the node, by position: `input` f32 [T, K], `router_logits` f32 [T, E], `gate_up` and `down` uint8
-(the packed weights of all experts, one after another: of each a gated `Linear` of 2 · intermediate outputs, and
-a `Linear` back to K), and the optional `gate_up_bias` f32 [E, 2 · intermediate], `down_bias` f32 [E, K],
+(the packed weights of all experts, one after another: of each a gated `Linear` of 2 · intermediate outputs,
+and a `Linear` back to K), and the optional `gate_up_bias` f32 [E, 2 · intermediate], `down_bias` f32 [E, K],
 `norm_weight` f32 [K] (RMSNorm of the input) and `residual` f32 [T, K]. Attributes: `num_experts`, `top_k`,
-`routing`, `normalize` (0), `in_features`, `intermediate`, `weight_type`, `group_size` and `asymmetric` with the
-prefixes `gate_up_` and `down_`, `activation` (silu) and its parameters, `epsilon` (1e-5), `output_scale` (1).
+`routing`, `normalize` (0), `in_features`, `intermediate`, `weight_type`, `group_size` and `asymmetric` with
+the prefixes `gate_up_` and `down_`, `activation` (silu) and its parameters, `epsilon` (1e-5), `output_scale`
+(1).
 """
 
 from __future__ import annotations

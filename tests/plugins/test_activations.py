@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_node import run_node, run_tests_on
 from transformers.activations import ACT2FN, XIELUActivation
@@ -166,6 +166,7 @@ def test_a_number_has_the_same_bits_wherever_it_stands(activation: Activation) -
     np.testing.assert_array_equal(of_one(activation, x[::-1].copy()), alone[::-1])
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.sampled_from(OF_ONE), st.floats(-1e6, 1e6, width=32), st.floats(-100, 100, width=32))
 def test_a_factor_and_then_the_residual(activation: Activation, scale: float, value: float) -> None:
     x = np.array([value], np.float32)

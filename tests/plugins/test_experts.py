@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_node import run_node, run_tests_on
 
@@ -235,6 +235,7 @@ def routed(logits: Array, **attributes: Any) -> Float32:
     return run_node("Experts", INPUTS, attributes, inputs)
 
 
+@settings(max_examples=60, deadline=None)
 @given(
     st.integers(1, 64).flatmap(lambda experts: st.tuples(st.just(experts), st.integers(1, experts))),
     st.sampled_from(ROUTINGS),
