@@ -19,7 +19,7 @@ from onnx import TensorProto, helper
 import pagelet.plugins
 from pagelet.plugins import native, reference
 
-sys.path.insert(0, str(Path(__file__).parent))  # one_node
+sys.path.insert(0, str(Path(__file__).parent))  # one_node, mixtures
 if folder := os.environ.get("PAGELET_TEST_OPS"):  # another build of the op library
     pagelet.plugins.__path__.insert(0, folder)
 
