@@ -1,9 +1,10 @@
-// The attributes of Linear and Embedding that say how a weight is stored, and what follows from them about its
+// The attributes of Linear, Experts and Embedding that say how a weight is stored, and what follows from them about its
 // packed bytes (layouts: plugins/packing.py, plugins/float_packing.py).
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 #include "linear_kernel.h"
 #include "ort_op.h"
@@ -13,6 +14,9 @@ namespace pagelet {
 struct LinearFormat {
   // Reads in_features, out_features, weight_type, group_size and asymmetric; throws std::invalid_argument.
   LinearFormat(const ort::Api& api, const ort::KernelInfo* info);
+  // The last three, whose names begin with `prefix`.
+  LinearFormat(const ort::Api& api, const ort::KernelInfo* info, int64_t in_features, int64_t out_features,
+               const std::string& prefix);
 
   size_t in_features, out_features;
   WeightType type;
@@ -30,11 +34,18 @@ struct LinearFormat {
   size_t scale_bytes() const;  // of one group of one tile
 };
 
+constexpr int64_t kMaxFeatures = int64_t{1} << 24;  // products of two and the bytes per group fit 64 bits
+
 // An integer attribute; throws std::invalid_argument when it is outside [low, high].
 int64_t bounded_attribute(const ort::Api& api, const ort::KernelInfo* info, const char* name, int64_t low, int64_t high,
                           int64_t fallback = -1);
 
-// The packed bytes of an input; throws std::invalid_argument when their number does not fit the attributes.
-const uint8_t* packed_weight(const ort::Tensor& tensor, const LinearFormat& format);
+// The same of a float, which NaN is outside of.
+float bounded_float_attribute(const ort::Api& api, const ort::KernelInfo* info, const char* name, float low,
+                              float high, float fallback);
+
+// The packed bytes of an input; throws std::invalid_argument when their number does not fit `count` weights.
+const uint8_t* packed_weight(const ort::Tensor& tensor, const LinearFormat& format, const char* name = "weight",
+                             size_t count = 1);
 
 }  // namespace pagelet

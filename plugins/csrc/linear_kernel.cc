@@ -3,6 +3,7 @@
 // add to them), and the last touch puts them into the output.
 #include "linear_kernel.h"
 
+#include "linear_activations.h"
 #include "linear_float.h"
 #include "linear_rows.h"
 #include "linear_tiles.h"
@@ -62,12 +63,12 @@ void add_products(const LinearTask& task, const Strip& strip) {
   }
 }
 
-PAGELET_INLINE Vec silu(Vec x) { return div(x, add(set1(1.0f), exp(sub(set1(0.0f), x)))); }
-
-// sums of a gate's tile := silu(gate) * gated, whose tile is the next.
-PAGELET_INLINE void apply_gate(float* sums) {
+// One tile's columns of one row, and of a gated layer the tile behind it, become columns of the output.
+PAGELET_INLINE void finish(const LinearTask& task, float* sums) {
   for (size_t c = 0; c < kTileColumns; c += kWidth) {
-    store(sums + c, mul(silu(load(sums + c)), load(sums + kTileColumns + c)));
+    const Vec x = load(sums + c);
+    const Vec y = task.gated ? gated(task.activation, x, load(sums + kTileColumns + c)) : activated(task.activation, x);
+    store(sums + c, mul(y, set1(task.output_scale)));
   }
 }
 
@@ -77,7 +78,7 @@ void write_rows(const LinearTask& task, const Strip& strip) {
     for (size_t r = 0; r < strip.rows; ++r) {
       float* sums = strip.sums + r * strip.stride() + t * kTileColumns;
       const size_t at = (strip.row + r) * task.columns + columns.first;
-      if (task.gated) apply_gate(sums);
+      finish(task, sums);
       if (task.residual) {
         for (size_t c = 0; c < columns.count; ++c) sums[c] += task.residual[at + c];
       }

@@ -1,6 +1,6 @@
 // The kernel of the linear layer: y = W x + b over packed weights (layouts: plugins/packing.py and
-// plugins/float_packing.py), with what may stand before it (RMSNorm) and behind it (SwiGLU, the residual). Knows
-// nothing of ONNX Runtime.
+// plugins/float_packing.py), with what may stand before it (RMSNorm) and behind it (an activation function, a gate, a
+// factor, the residual). Knows nothing of ONNX Runtime.
 #pragma once
 
 #include <cstddef>
@@ -30,6 +30,14 @@ struct Norm {
   float epsilon;
 };
 
+enum class ActivationFunction : int { none, silu, gelu, gelu_tanh, relu, relu2, softcap, swiglu_oai, xielu };
+
+// What plugins/activations.py says of each function and its parameters.
+struct Activation {
+  ActivationFunction function;
+  float parameters[4];
+};
+
 // One call: `rows` rows times all columns.
 struct LinearTask {
   const uint8_t* weight;  // tiles of `tile_bytes`
@@ -40,8 +48,10 @@ struct LinearTask {
   const ActivationBlock* activations;  // [rows, in_features / 32], of integer weights
   const float* input;                  // [rows, in_features], of all others
   size_t rows;
-  // Gated: tiles 2i and 2i + 1 hold 16 columns of a gate and of what it gates, and y is silu(gate) * gated.
+  // Gated: tiles 2i and 2i + 1 hold 16 columns of a gate and of what it gates, and y is activation(gate) * gated.
   bool gated;
+  Activation activation;
+  float output_scale;     // a factor of y, before the residual is added
   size_t columns;         // of the output
   const float* bias;      // [columns], gated [2, columns], or null
   const float* residual;  // [rows, columns], added last, or null

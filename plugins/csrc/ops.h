@@ -10,6 +10,7 @@ const ort::CustomOp* paged_attention_f16();
 const ort::CustomOp* paged_attention_int8();
 const ort::CustomOp* paged_attention_fp8();
 const ort::CustomOp* linear();
+const ort::CustomOp* experts();
 const ort::CustomOp* embedding();
 
 }  // namespace pagelet

@@ -15,6 +15,7 @@ constexpr OpGetter kOps[] = {
     paged_attention_int8,
     paged_attention_fp8,
     linear,
+    experts,
     embedding,
 };
 

@@ -219,23 +219,29 @@ PAGELET_INLINE void load_transposed4(const float* const* rows, size_t offset, Ve
 
 #endif
 
-// e^x to 1 ulp; 0 below -87.33 (so e^-inf = 0, no denormals), e^88.3 above that, NaN stays NaN. Range
-// reduction by Cody and Waite, then 1 + r + r^2 p(r) with a minimax p on [-ln2/2, ln2/2].
-PAGELET_INLINE Vec exp(Vec x) {
+// x = n ln2 + r with |r| <= ln2 / 2, for x of at most 88.3: e^r - 1, and n in the low bits of `biased`. Range
+// reduction by Cody and Waite, then r + r^2 p(r) with a minimax p.
+struct ReducedExp {
+  Vec fraction, biased;
+};
+PAGELET_INLINE ReducedExp reduced_exp(Vec x) {
   const Vec shift = set1(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, kept in the low bits
-  const Vec bounded = min(set1(88.3f), x);  // 2^127 is the largest scale
-  const Vec biased = fmadd(bounded, set1(1.44269504f), shift);
+  const Vec biased = fmadd(x, set1(1.44269504f), shift);
   const Vec n = sub(biased, shift);
-  Vec r = fmadd(n, set1(-0.693145752f), bounded);
+  Vec r = fmadd(n, set1(-0.693145752f), x);
   r = fmadd(n, set1(-1.42860677e-6f), r);
   Vec p = set1(0.00138144672f);
   p = fmadd(p, r, set1(0.00836878084f));
   p = fmadd(p, r, set1(0.0416683927f));
   p = fmadd(p, r, set1(0.166665196f));
   p = fmadd(p, r, set1(0.49999994f));
-  p = fmadd(mul(p, r), r, r);
-  p = add(p, set1(1.0f));
-  return zero_below(exp_bits(p, biased), x, set1(-87.33f));
+  return {fmadd(mul(p, r), r, r), biased};
+}
+
+// e^x to 1 ulp; 0 below -87.33 (so e^-inf = 0, no denormals), e^88.3 above that, NaN stays NaN.
+PAGELET_INLINE Vec exp(Vec x) {
+  const ReducedExp e = reduced_exp(min(set1(88.3f), x));  // 2^127 is the largest scale
+  return zero_below(exp_bits(add(e.fraction, set1(1.0f)), e.biased), x, set1(-87.33f));
 }
 
 // Lane i is added to lane i + width/2, and so on down to one: the tree that every reduction here has.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from onnx import TensorProto, helper
 import pagelet.plugins
 from pagelet.plugins import native, reference
 
+sys.path.insert(0, str(Path(__file__).parent))  # one_node, mixtures
 if folder := os.environ.get("PAGELET_TEST_OPS"):  # another build of the op library
     pagelet.plugins.__path__.insert(0, folder)
 

@@ -48,6 +48,8 @@ def build(folder: str, target: str, *options: str) -> Path:
                 "attention_shared",
                 "linear",
                 "linear_fused",
+                "activations",
+                "experts",
                 "float_linear",
             ),
         ),

@@ -272,7 +272,7 @@ def test_a_wrong_input_is_an_error_and_the_session_works_after() -> None:
         ({"out_features": 2**40}, "out_features is 1099511627776"),
         ({"asymmetric": 2}, "asymmetric is 2, expected 0 to 1"),
         ({"gated": 2}, "gated is 2, expected 0 to 1"),
-        ({"epsilon": -1.0}, "epsilon is -1.000000, expected 0 to 1"),
+        ({"epsilon": -1.0}, "epsilon is -1, expected 0 to 1"),
         ({"epsilon": float("nan")}, "epsilon is nan, expected 0 to 1"),
         ({"gated": 1}, "out_features is 16 of a gated layer: expected a multiple of 32"),
     ],
