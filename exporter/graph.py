@@ -12,6 +12,7 @@ from pagelet.exporter.graph_builder import GraphBuilder
 from pagelet.exporter.graph_layer import TAPS, CacheFormat, Step, add_layer, tap_widths
 from pagelet.exporter.weights import StoredWeights
 from pagelet.models.spec import ModelSpec
+from pagelet.plugins.activations import Activation
 
 
 def build_graph(spec: ModelSpec, weights: StoredWeights, cache: CacheFormat, folder: Path) -> ir.Model:
@@ -90,7 +91,7 @@ def _head(build: GraphBuilder, spec: ModelSpec, rows: ir.Value) -> ir.Value:
     if spec.logits_scale != 1.0:
         attributes["output_scale"] = spec.logits_scale
     if spec.logits_softcap:
-        attributes |= {"activation": "softcap", "activation_parameters": [spec.logits_softcap]}
+        attributes |= Activation("softcap", (spec.logits_softcap,)).attributes()
     module, norm = "embedding" if spec.tie_embeddings else "head", "final_norm"
     if spec.norm.type != "rms":
         rows, norm = build.norm(rows, norm), ""

@@ -8,6 +8,7 @@ import onnx_ir as ir
 from pagelet.exporter.graph_builder import DOMAIN, GraphBuilder, format_of, path
 from pagelet.models.cache import cache_type
 from pagelet.models.spec import ModelSpec
+from pagelet.plugins.activations import Activation
 
 _CACHE_DTYPES = {"f32": "FLOAT", "f16": "FLOAT16", "int8": "INT8", "fp8": "FLOAT8E4M3FN"}
 # What the linear layers of a layer read or give, float32 [T, width]: the inputs of qkv and of the MLP (before
@@ -116,16 +117,14 @@ def _add(build: GraphBuilder, spec: ModelSpec, x: ir.Value, module: str, residua
 
 def _activated(build: GraphBuilder, spec: ModelSpec, x: ir.Value, norm: str, layer: int) -> ir.Value:
     module = f"layers.{layer}.mlp." + ("gate_up" if spec.mlp.gated else "up")
-    attributes = _activation(build, spec, module)
-    if attributes == {"activation": "silu"} and spec.mlp.gated:
-        attributes = {}  # what gating means where nothing is said
+    plain = spec.mlp.gated and spec.mlp.activation == "silu"  # what gating means where nothing is said
+    attributes = {} if plain else _activation(build, spec, module)
     return build.linear(x, module, norm=norm, more=attributes)
 
 
-def _activation(build: GraphBuilder, spec: ModelSpec, module: str) -> dict[str, object]:
-    parameters = build.weights.linears[module].activation_parameters
-    attributes: dict[str, object] = {"activation": spec.mlp.activation}
-    return {**attributes, "activation_parameters": [*parameters]} if parameters else attributes
+def _activation(build: GraphBuilder, spec: ModelSpec, module: str) -> dict[str, str | float]:
+    parameters = build.weights.linears[module].activation_parameters or spec.mlp.activation_parameters
+    return Activation(spec.mlp.activation, parameters).attributes()
 
 
 def _experts(
@@ -143,7 +142,7 @@ def _experts(
     ]  # fmt: skip
     formats = {
         f"{prefix}{key}": value
-        for prefix, linear in (("", gate_up), ("down_", down))
+        for prefix, linear in (("gate_up_", gate_up), ("down_", down))
         for key, value in format_of(linear).items()
         if not key.endswith("_features")
     }

@@ -186,7 +186,11 @@ class WeightsWriter:
         bias = None
         if roles[0] + ".bias" in self._checkpoint.weights:
             values = [self._scaled(role, ".bias", treatment.output_scales) for role in roles]
-            bias = self._vector(module + ".bias", np.concatenate(values))
+            bias_values = np.concatenate(values)
+            if ".experts." in module:  # [experts, outputs]
+                together = 2 if module.endswith(".gate_up") else 1
+                bias_values = bias_values.reshape(len(roles) // together, -1)
+            bias = self._vector(module + ".bias", bias_values)
         size = format.packed_bytes(rows.width, rows.count)
         weight = self._file.add(module + ".weight", "uint8", (size,), rows.pieces())
         assert weight.length == size, f"{module}: packed {weight.length} bytes, expected {size}"
@@ -220,7 +224,7 @@ class WeightsWriter:
             )
             for name in ("alpha_p", "alpha_n")
         )
-        return positive, _XIELU_BETA + negative, _XIELU_BETA, _XIELU_EPSILON
+        return positive, negative, _XIELU_BETA, _XIELU_EPSILON
 
     def vector(self, role: str, scales: Mapping[str, Float32] | None = None) -> None:
         """A role as float32, ending included; divided by its scales where it has some."""

@@ -49,7 +49,7 @@ _ACTIVATIONS = {
 # Keys of some rows that may only have the value that is built.
 _ONLY = {
     "use_bidirectional_attention": False, "qk_layernorm": False, "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False, "swiglu_limit": 7.0, "swiglu_alpha": 1.702, "pretraining_tp": 1,
+    "scale_attn_by_inverse_layer_idx": False, "swiglu_alpha": 1.702, "pretraining_tp": 1,
 }  # fmt: skip
 
 
@@ -180,7 +180,8 @@ def _mlp(read: Config) -> MlpSpec:
     if "swiglu_limit" in read.row.reads:
         activation = "swiglu_oai"
     bias = read.flag("mlp_bias") or read.flag("use_bias") or activation == "swiglu_oai"
-    return MlpSpec(activation, read.row.gated, bias)
+    parameters = (read.real("swiglu_limit", 7.0),) if activation == "swiglu_oai" else ()
+    return MlpSpec(activation, read.row.gated, bias, parameters)
 
 
 def _block(read: Config) -> str:

@@ -74,11 +74,15 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class MlpSpec:
-    """act(gate) · up, or act(up) where nothing is gated; `activation` is a name of `plugins.activations`."""
+    """act(gate) · up, or act(up) where nothing is gated.
+
+    `activation` is a name of `plugins.activations`; its parameters are here unless each layer has its own.
+    """
 
     activation: str = "silu"
     gated: bool = True
     bias: bool = False
+    activation_parameters: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

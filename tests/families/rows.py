@@ -100,11 +100,12 @@ _COMMON = {
     "initializer_range": 0.3, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None,
 }  # fmt: skip
 _OWN = {
+    "GPTNeoX": {key: value for key, value in _COMMON.items() if key != "num_key_value_heads"},
     "GPT2": {"n_embd": 64, "n_layer": LAYERS, "n_head": 4, "n_positions": 512, "vocab_size": 320,
              "initializer_range": 0.3, "bos_token_id": 0, "eos_token_id": 1},
 }  # fmt: skip
 
 
 def config_options(row: Row) -> dict[str, Any]:
-    options = {**_OWN.get(row.kind, _COMMON), **row.options}
+    options: dict[str, Any] = {**_OWN.get(row.kind, _COMMON), **row.options}
     return {key: value for key, value in options.items() if key != "head_dim" or value is not None}
