@@ -26,8 +26,8 @@ class ExportOptions:
 
     Attributes:
         weights: storage of the linear weights; "fp8" is E4M3.
-        group_size: inputs that share a scale (int4, int8, fp8); None: the type's own default (GROUPED), or
-            an FP8 checkpoint's own.
+        group_size: inputs that share a scale (int4, int8, fp8); None: a quantized checkpoint's own, or the
+            type's default (GROUPED).
         symmetric: no minimum per group (int4): smaller, and further from the original.
         block_scales: 128 rows of a weight share the scale of 128 inputs (fp8), as some devices want it.
         quantizer: of int4 and int8 weights. "rtn" rounds each group alone; "awq" and "gptq" look at

@@ -142,7 +142,6 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     if activation not in row.activations:
         known = ", ".join(row.activations)
         raise UnsupportedError(f"{where}: hidden_act is {activation!r}; known for {row.name}: {known}.")
-    _check_quantization(config, where)
     heads = number("num_attention_heads")
     hidden = number("hidden_size")
     head_dim = number("head_dim", hidden // max(heads, 1))
@@ -162,22 +161,6 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
         attention_bias=bool(config.get("attention_bias", False)),
         mlp_bias=bool(config.get("mlp_bias", False)),
         layer_windows=_layer_windows(config, number("num_hidden_layers")) if row.windows else (),
-    )
-
-
-def _check_quantization(config: dict[str, Any], where: str) -> None:
-    """Quantized weights are refused, but for FP8 ones with their scales beside them."""
-    settings = config.get("quantization_config")
-    if not settings:
-        return
-    method = settings.get("quant_method") if isinstance(settings, dict) else None
-    if method in ("fp8", "fbgemm_fp8"):
-        return
-    if method == "compressed-tensors" and settings.get("format") == "float-quantized":
-        return
-    raise UnsupportedError(
-        f"{where} says that the weights are quantized already ({method!r:.40}); export the original weights, "
-        "or FP8 ones."
     )
 
 

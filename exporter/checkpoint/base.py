@@ -46,20 +46,24 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Rows of a block-quantized tensor, exactly as the file has them; 32 inputs share a scale.
+    """Rows of a block-quantized tensor with the file's own codes; the inputs of a group share a scale.
 
     Attributes:
         kind: "Q4_0" (w = scale · (code - 8)), "Q4_1" (w = scale · code + minimum) or
             "Q8_0" (w = scale · code).
         codes: [rows, in], uint8 0..15, or int8 for Q8_0.
-        scales: float16 [rows, in/32].
-        minimums: float16 [rows, in/32] for Q4_1, else None.
+        scales: float16 [rows, groups].
+        minimums: float16 [rows, groups] for Q4_1, else None.
+        group_size: inputs of a group, a multiple of 32; 0: all of them.
+        exact: whether the file's scales and minimums are FP16 numbers; else they were rounded to such.
     """
 
     kind: str
     codes: NDArray[np.uint8] | NDArray[np.int8]
     scales: NDArray[np.float16]
     minimums: NDArray[np.float16] | None = None
+    group_size: int = 32
+    exact: bool = True
 
     @property
     def bits(self) -> int:
@@ -133,6 +137,10 @@ class Checkpoint(abc.ABC):
     def read_blocks(self, role: str, start: int = 0, stop: int | None = None) -> Blocks | None:
         """The same rows as the file's own codes and scales; None if it is not of such a type."""
         return None
+
+    def obstacle(self, role: str) -> str:
+        """Of quantized integers that `read_blocks` cannot give: why; "" of all others."""
+        return ""
 
     def read_fp8(self, role: str, start: int = 0, stop: int | None = None) -> Fp8Rows | None:
         """The same rows as the file's own FP8 codes and scales; None if it is not of that type."""

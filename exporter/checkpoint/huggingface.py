@@ -4,15 +4,15 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from pagelet.exporter.checkpoint.base import Checkpoint, Fp8Rows, TensorInfo, match_weights
+from pagelet.exporter.checkpoint.base import Blocks, Checkpoint, Fp8Rows, TensorInfo, match_weights
 from pagelet.exporter.checkpoint.files import SourceFile, read_json
 from pagelet.exporter.checkpoint.fp8 import FP8_COMPANIONS, FP8_DTYPE, read_scales
+from pagelet.exporter.checkpoint.packed import PackedWeight, Parts, Scheme, scheme_of
 from pagelet.exporter.checkpoint.safetensors_header import read_header
 from pagelet.models.errors import CheckpointError
 from pagelet.models.spec import ModelSpec, source_name, spec_from_config
@@ -30,32 +30,45 @@ _COMPARE_BYTES = 1 << 20
 
 
 class HuggingFaceCheckpoint(Checkpoint):
-    """Weights from safetensors files; F32, F16 and BF16, each widened to float32 exactly, and scaled FP8."""
+    """Weights from safetensors files: F32, F16 and BF16, widened to float32 exactly; scaled FP8; packed."""
 
     kind = "safetensors"
 
     def __init__(
         self,
         folder: Path,
-        config: Mapping[str, Any],
+        scheme: Scheme | None,
         spec: ModelSpec,
         files: Mapping[str, SourceFile],
         tensors: Mapping[str, TensorInfo],
+        packed: Mapping[str, PackedWeight],
         weights: Mapping[str, TensorInfo],
         notes: Iterable[str],
     ) -> None:
+        """`packed`: by the name in `tensors` that stands for its parts."""
         super().__init__(folder, spec, files, tensors, weights, folder, notes)
+        self._packed = {role: packed[info.name] for role, info in weights.items() if info.name in packed}
         self._scales = {
-            role: read_scales(info, tensors, config, self._whole)
+            role: read_scales(info, tensors, scheme and scheme.fp8_block, self._whole)
             for role, info in weights.items()
             if info.dtype == FP8_DTYPE
         }
 
     def read(self, role: str, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
+        if role in self._packed:
+            return self._packed[role].read(*self._rows(role, start, stop))
         fp8 = self.read_fp8(role, start, stop)
         if fp8 is not None:
             return fp8.values()
         return self._floats(self.weights[role], *self._rows(role, start, stop))
+
+    def read_blocks(self, role: str, start: int = 0, stop: int | None = None) -> Blocks | None:
+        if role not in self._packed:
+            return None
+        return self._packed[role].blocks(*self._rows(role, start, stop))
+
+    def obstacle(self, role: str) -> str:
+        return self._packed[role].obstacle if role in self._packed else ""
 
     def read_fp8(self, role: str, start: int = 0, stop: int | None = None) -> Fp8Rows | None:
         if role not in self._scales:
@@ -82,7 +95,7 @@ def open_huggingface(folder: Path) -> HuggingFaceCheckpoint:
     """
     config = read_json(folder / "config.json")
     spec = spec_from_config(config)
-    fp8 = bool(config.get("quantization_config"))  # `spec_from_config` accepts no other kind
+    scheme = scheme_of(config)
     with ExitStack() as stack:
         files: dict[str, SourceFile] = {}
         tensors: dict[str, TensorInfo] = {}
@@ -97,13 +110,33 @@ def open_huggingface(folder: Path) -> HuggingFaceCheckpoint:
                     )
                 tensors[tensor] = info
         _check_index(folder, tensors)
+        tensors, packed = _put_together(scheme, tensors, files)
         spec, notes = _settle_tie(spec, tensors, files)
-        ignored = (*_ignored(spec), *(FP8_COMPANIONS if fp8 else ()))
-        readable = (*_DTYPES, *((FP8_DTYPE,) if fp8 else ()))
-        weights = match_weights(spec, tensors, spec.row.hf_names, ignored, readable, str(folder))
-        checkpoint = HuggingFaceCheckpoint(folder, config, spec, files, tensors, weights, notes)
+        ignored, readable = _ignored(spec), {*_DTYPES, *(weight.info.dtype for weight in packed.values())}
+        if scheme:
+            ignored += scheme.leftovers
+            notes += scheme.notes
+        if scheme and scheme.has_fp8:
+            ignored += FP8_COMPANIONS
+            readable.add(FP8_DTYPE)
+        weights = match_weights(spec, tensors, spec.row.hf_names, ignored, sorted(readable), str(folder))
+        checkpoint = HuggingFaceCheckpoint(folder, scheme, spec, files, tensors, packed, weights, notes)
         stack.pop_all()
     return checkpoint
+
+
+def _put_together(
+    scheme: Scheme | None, tensors: dict[str, TensorInfo], files: Mapping[str, SourceFile]
+) -> tuple[dict[str, TensorInfo], dict[str, PackedWeight]]:
+    """The tensors with one in place of each packed weight's parts, and those weights by that name."""
+    if scheme is None:
+        return tensors, {}
+    parts = Parts(tensors, files)
+    packed = {weight.info.name: weight for weight in scheme.weights(parts)}
+    for name in packed:
+        if name in parts.left:
+            raise CheckpointError(f"{name} is in the files twice: as it is, and packed. Download them again.")
+    return parts.left | {name: weight.info for name, weight in packed.items()}, packed
 
 
 def _file_names(folder: Path) -> list[str]:
@@ -162,7 +195,7 @@ def _settle_tie(
 
 
 def _equal(left: TensorInfo, right: TensorInfo, files: Mapping[str, SourceFile]) -> bool:
-    if (left.shape, left.dtype) != (right.shape, right.dtype):
+    if (left.shape, left.dtype) != (right.shape, right.dtype) or left.dtype not in _DTYPES:
         return False
     for start in range(0, left.nbytes, _COMPARE_BYTES):
         count = min(_COMPARE_BYTES, left.nbytes - start)

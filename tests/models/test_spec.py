@@ -64,7 +64,6 @@ def test_an_unknown_architecture_lists_the_known_ones() -> None:
     ("changes", "message"),
     [
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantized already"),
         ({"hidden_size": "96"}, "'hidden_size' is '96'; expected int"),
         ({"hidden_size": None}, "'hidden_size' is None"),
         ({"num_attention_heads": 0}, "num_heads is 0"),

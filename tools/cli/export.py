@@ -29,7 +29,7 @@ def add_parsers(commands: Any) -> None:
         "--group-size",
         type=int,
         choices=(32, 64, 128),
-        help="inputs of a scale; default: 32 (int4, int8), all of an output (fp8)",
+        help="inputs of a scale; default: the checkpoint's own if it has some, else 32, or all (fp8)",
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--symmetric", action="store_true", help="int4: a scale per group")
