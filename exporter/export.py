@@ -47,12 +47,12 @@ def export(
 
     Raises:
         InputError: an option, the calibration's text, or the destination.
-        CheckpointError, UnsupportedError: the checkpoint.
+        CheckpointError, UnsupportedError: the checkpoint, or the adapter.
         UnfinishedError: the bundle is further from the original than `options.max_kl` allows.
         BundleError: writing failed.
     """
     options = options or ExportOptions()
-    with open_checkpoint(source) as checkpoint:
+    with open_checkpoint(source, options.adapter) as checkpoint:
         key = export_key(checkpoint, options)
         spec = _limited(checkpoint.spec, options.max_context)
         if options.layers is not None:

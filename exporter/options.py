@@ -50,6 +50,7 @@ class ExportOptions:
         max_kl: mean KL divergence (nats) above which the export stops; None: that of the type (MAX_KL).
         accept_loss: keep a bundle that is above `max_kl`; it is recorded.
         force: replace an existing bundle.
+        adapter: a folder with a LoRA as PEFT writes it, merged into the checkpoint's weights.
 
     Raises:
         InputError: a value that this version cannot serve.
@@ -74,6 +75,7 @@ class ExportOptions:
     max_kl: float | None = None
     accept_loss: bool = False
     force: bool = False
+    adapter: Path | None = None
 
     def __post_init__(self) -> None:
         _one_of("weights", self.weights, WEIGHTS)
