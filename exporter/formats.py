@@ -81,7 +81,8 @@ def quantized_again(spec: ModelSpec, checkpoint: Checkpoint, formats: Formats) -
         if format.group_size or format.weight_type == "fp8":
             reasons.update(filter(None, (_misfit(checkpoint, role + ".weight", format) for role in roles)))
     for reason, count in reasons.items():
-        yield f"the codes of {count} weights of the checkpoint are quantized again: {reason}"
+        weights = "one weight" if count == 1 else f"{count} weights"
+        yield f"the checkpoint's codes of {weights} are quantized again: {reason}"
 
 
 def _misfit(checkpoint: Checkpoint, role: str, format: WeightFormat) -> str:

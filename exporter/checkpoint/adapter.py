@@ -110,6 +110,11 @@ class AdaptedCheckpoint(Checkpoint):
             return "an adapter is merged into them"
         return own
 
+    def use(self, role: str, info: TensorInfo) -> None:
+        self._changes.pop(role, None)
+        self._base.use(role, info)
+        super().use(role, info)
+
     def describe(self) -> dict[str, Any]:
         return self._base.describe() | {"adapter": self._about}
 

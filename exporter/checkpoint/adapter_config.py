@@ -77,6 +77,24 @@ def read_config(folder: Path) -> LoraConfig:
     """
     where = str(folder / CONFIG_FILE)
     config = read_json(folder / CONFIG_FILE)
+    _refuse_unknown(config, where)
+    saved = config.get("modules_to_save") or []
+    if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
+        raise CheckpointError(f"{where}: modules_to_save is {saved!r:.60}; expected a list of names.")
+    ranks, alphas = _pattern(config, "rank", where), _pattern(config, "alpha", where)
+    return LoraConfig(
+        rank=_rank(config, "r", where),
+        alpha=_alpha(config, "lora_alpha", where),
+        use_rslora=_flag(config, "use_rslora", where),
+        use_dora=_flag(config, "use_dora", where),
+        rank_pattern={key: _rank(ranks, key, where) for key in ranks},
+        alpha_pattern={key: _alpha(alphas, key, where) for key in alphas},
+        modules_to_save=tuple(saved),
+    )
+
+
+def _refuse_unknown(config: dict[str, Any], where: str) -> None:
+    """A setting that is off may be one of a newer PEFT; one that is on is known, or changes the merge."""
     kind = require(config, "peft_type", str, where, CheckpointError)
     if kind != "LORA":
         raise UnsupportedError(f"{where}: peft_type is {kind!r:.40}; this version merges 'LORA'.")
@@ -91,19 +109,6 @@ def read_config(folder: Path) -> LoraConfig:
         )
     if config.get("bias") not in (None, "none", "all", "lora_only"):
         raise UnsupportedError(f"{where}: bias is {config['bias']!r:.40}; known: none, all, lora_only.")
-    saved = config.get("modules_to_save") or []
-    if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
-        raise CheckpointError(f"{where}: modules_to_save is {saved!r:.60}; expected a list of names.")
-    ranks, alphas = _pattern(config, "rank", where), _pattern(config, "alpha", where)
-    return LoraConfig(
-        rank=_rank(config, "r", where),
-        alpha=_alpha(config, "lora_alpha", where),
-        use_rslora=_flag(config, "use_rslora", where),
-        use_dora=_flag(config, "use_dora", where),
-        rank_pattern={key: _rank(ranks, key, where) for key in ranks},
-        alpha_pattern={key: _alpha(alphas, key, where) for key in alphas},
-        modules_to_save=tuple(saved),
-    )
 
 
 def _flag(config: dict[str, Any], key: str, where: str) -> bool:

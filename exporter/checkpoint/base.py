@@ -146,6 +146,10 @@ class Checkpoint(abc.ABC):
         """The same rows as the file's own FP8 codes and scales; None if it is not of that type."""
         return None
 
+    def use(self, role: str, info: TensorInfo) -> None:
+        """Read another of its tensors as the weight of a role."""
+        self.weights[role] = info
+
     def describe(self) -> dict[str, Any]:
         """What the manifest says of the source: no absolute path, sizes in bytes."""
         return {

@@ -47,7 +47,7 @@ class HuggingFaceCheckpoint(Checkpoint):
     ) -> None:
         """`packed`: by the name in `tensors` that stands for its parts."""
         super().__init__(folder, spec, files, tensors, weights, folder, notes)
-        self._packed = {role: packed[info.name] for role, info in weights.items() if info.name in packed}
+        self._packed = dict(packed)
         self._scales = {
             role: read_scales(info, tensors, scheme and scheme.fp8_block, self._whole)
             for role, info in weights.items()
@@ -55,20 +55,21 @@ class HuggingFaceCheckpoint(Checkpoint):
         }
 
     def read(self, role: str, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
-        if role in self._packed:
-            return self._packed[role].read(*self._rows(role, start, stop))
+        packed = self._packed.get(self.weights[role].name)
+        if packed:
+            return packed.read(*self._rows(role, start, stop))
         fp8 = self.read_fp8(role, start, stop)
         if fp8 is not None:
             return fp8.values()
         return self._floats(self.weights[role], *self._rows(role, start, stop))
 
     def read_blocks(self, role: str, start: int = 0, stop: int | None = None) -> Blocks | None:
-        if role not in self._packed:
-            return None
-        return self._packed[role].blocks(*self._rows(role, start, stop))
+        packed = self._packed.get(self.weights[role].name)
+        return packed.blocks(*self._rows(role, start, stop)) if packed else None
 
     def obstacle(self, role: str) -> str:
-        return self._packed[role].obstacle if role in self._packed else ""
+        packed = self._packed.get(self.weights[role].name)
+        return packed.obstacle if packed else ""
 
     def read_fp8(self, role: str, start: int = 0, stop: int | None = None) -> Fp8Rows | None:
         if role not in self._scales:

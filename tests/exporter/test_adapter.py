@@ -171,6 +171,14 @@ def test_what_is_touched_has_no_codes_of_its_own(
         np.testing.assert_allclose(merged.read("layers.1.attention.q.weight"), expected, rtol=1e-5, atol=2e-5)
 
 
+def test_a_tensor_in_anothers_place_is_not_adapted(base: Path, tmp_path: Path, weights: Tensors) -> None:
+    adapter = write_adapter(tmp_path / "lora", factors(Q, 256, 256))
+    with open_checkpoint(base, adapter) as merged:
+        merged.use("layers.1.attention.q.weight", merged.weights["layers.0.attention.q.weight"])
+        values = merged.read("layers.1.attention.q.weight")
+        np.testing.assert_array_equal(values, weights["layers.0.attention.q.weight"])
+
+
 def test_an_export_names_its_adapter(make_llama: Callable[..., Path], tmp_path: Path) -> None:
     source = make_llama()
     tensors = factors(Q, 64, 64)

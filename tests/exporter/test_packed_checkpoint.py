@@ -158,7 +158,7 @@ def test_codes_that_do_not_fit_are_named(
     notes: list[str] = []
     export(folder, tmp_path / "b", uncertified(**options), on_note=notes.append)
     (note,) = (note for note in notes if "quantized again" in note)
-    assert "the codes of 14 weights" in note
+    assert "codes of 14 weights" in note
     assert reason.replace(".act-order.", "(act-order)") in note
 
 

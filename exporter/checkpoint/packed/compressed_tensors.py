@@ -7,6 +7,7 @@ its range; `X.weight` I8 has them as they are. `X.weight_scale` is [out, groups]
 must agree. FP8 weights are left to `checkpoint/fp8.py`.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagelet.exporter.checkpoint.base import TensorInfo
-from pagelet.exporter.checkpoint.packed.affine import AffineWeight, constant, group_count, scattered
+from pagelet.exporter.checkpoint.packed.affine import AffineWeight, constant, scattered
 from pagelet.exporter.checkpoint.packed.base import (
     FLOATS,
     PackedWeight,
@@ -115,14 +116,16 @@ class CompressedTensors:
     ) -> AffineWeight:
         outputs, inputs = shape
         scale = parts.left.get(module + ".weight_scale")
-        groups = scale.shape[-1] if scale is not None and scale.shape else 1
+        groups = scale.shape[-1] or 1 if scale is not None and scale.shape else 1
         one = scale is not None and scale.shape in ((), (1,), (1, 1)) and outputs > 1
-        size = inputs // groups if 1 < groups <= inputs else 0
-        group_count(stored.name, inputs, size)
+        if inputs % groups:
+            raise CheckpointError(f"{stored.name}: {inputs} inputs do not divide into its {groups} groups.")
+        size = inputs // groups if groups > 1 else 0
         expected = scale.shape if one and scale is not None else (outputs, groups)
         scale = parts.take(module + ".weight_scale", FLOATS, expected)
         zeros = self._zeros(parts, module, scale.shape, bits)
-        self._agree(stored.name, bits, zeros is None, size, one)
+        strategy = "" if size else "tensor" if one else "channel"
+        self._agree(stored.name, bits, zeros is None, inputs // groups, strategy)
         index = None
         if module + ".weight_g_idx" in parts.left:
             g_idx = parts.take(module + ".weight_g_idx", ("I32",), (inputs,))
@@ -146,7 +149,7 @@ class CompressedTensors:
             return None
         if parts.left[name].dtype == "I8":
             plain = parts.take(name, ("I8",), shape)
-            one = (shape != () and shape[0] == 1) or shape == ()
+            one = math.prod(shape) == 1
             read = _scales(parts, plain, one=one)
             return lambda start, stop: read(start, stop) + (1 << (bits - 1))
         per_word = 32 // bits
@@ -160,14 +163,15 @@ class CompressedTensors:
 
         return zeros
 
-    def _agree(self, name: str, bits: int, symmetric: bool, size: int, one: bool) -> None:
-        strategy = "group" if size else "tensor" if one else "channel"
+    def _agree(self, name: str, bits: int, symmetric: bool, size: int, strategy: str) -> None:
+        """`strategy`: "" of several groups; a single one of all inputs is a "channel" too."""
         for group in self._groups:
             same = (group["type"], group["num_bits"], group["symmetric"]) == ("int", bits, symmetric)
-            if same and group["strategy"] == strategy and (not size or group_size(group) == size):
+            of_groups = group["strategy"] == "group" and strategy != "tensor" and group_size(group) == size
+            if same and (of_groups or group["strategy"] == strategy):
                 return
         kind = "symmetric" if symmetric else "asymmetric"
-        groups = f"groups of {size}" if size else f"a scale per {strategy}"
+        groups = f"a scale per {strategy}" if strategy else f"groups of {size}"
         raise CheckpointError(
             f"{name} has {bits} bits, is {kind} and has {groups}, but none of the config_groups in "
             "config.json says so. Download both again."
