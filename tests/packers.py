@@ -1,13 +1,22 @@
-"""Quantized weights written as their formats define it, for tests of what reads them.
+"""Quantized weights written as their formats define it, their settings, and what a scheme makes of them.
 
 Codes are unsigned, [out, in]; zeros (in codes) and scales are [out, groups].
 """
 
 import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+from pagelet.exporter.checkpoint.files import SourceFile
+from pagelet.exporter.checkpoint.packed import SCHEMES, PackedWeight, Parts
+from pagelet.exporter.checkpoint.safetensors_header import read_header
 
 Array = NDArray[Any]
 Tensors = dict[str, Array]
@@ -83,3 +92,57 @@ def nf4(codes: Array, absmax: Array, blocksize: int, **nested: Any) -> Tensors:
         "weight.quant_map": NF4,
         "weight.quant_state.bitsandbytes__nf4": np.frombuffer(text, np.uint8),
     }
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "zero_point": True, "version": "gemm"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "desc_act": False, "sym": False}
+BNB = {
+    "quant_method": "bitsandbytes",
+    "load_in_4bit": True,
+    "load_in_8bit": False,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_quant_storage": "uint8",
+    "bnb_4bit_compute_dtype": "bfloat16",
+    "bnb_4bit_use_double_quant": False,
+}
+
+
+def compressed(format: str, **weights: Any) -> dict[str, Any]:
+    plain = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": plain | weights}},
+    }
+
+
+@contextmanager
+def opened(config: dict[str, Any], tensors: Tensors) -> Iterator[tuple[list[PackedWeight], Parts]]:
+    """What a scheme makes of tensors, and what it leaves."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.safetensors"
+        save_file({name: array.copy(order="C") for name, array in tensors.items()}, path)
+        file = SourceFile(path)
+        try:
+            parts = Parts(read_header(file), {path.name: file})
+            scheme = SCHEMES[config["quant_method"]](config)
+            yield list(scheme.weights(parts)), parts
+        finally:
+            file.close()
+
+
+def named(module: str, tensors: Tensors) -> Tensors:
+    return {f"{module}.{name}": array for name, array in tensors.items()}
+
+
+def draw(
+    seed: int, rows: int, inputs: int, groups: int, bits: int = 4, dtype: Any = np.float16
+) -> tuple[Array, Array, Array]:
+    """Codes, zeros (the smallest, the largest and the middle among them) and scales."""
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 1 << bits, (rows, inputs))
+    zeros = rng.choice([0, 3, (1 << bits) // 2, (1 << bits) - 1], (rows, groups))
+    scales = rng.uniform(0.001, 0.1, (rows, groups)) * rng.choice([-1, 1], (rows, groups))
+    return codes, zeros, scales.astype(dtype)
