@@ -102,6 +102,11 @@ def state(**changes: Any) -> Array:
             changed("weight_scale", np.ones((16, 3), np.float16)),
             "64 inputs do not divide into its 3 groups",
         ),
+        (
+            PACKED,
+            changed("weight_scale", np.ones((), np.float16)),
+            r"weight_zero_point is I32 .* expected I8 \[\]",
+        ),
         (PACKED, changed("weight_shape", np.array([16, 1 << 40])), "holds 16, 1099511627776"),
         (PACKED, changed("weight_shape", np.array([16, 65])), "for a weight .16, 65."),
         (NF4, missing("weight.absmax"), "absmax is missing"),

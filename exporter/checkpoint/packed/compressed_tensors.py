@@ -147,9 +147,9 @@ class CompressedTensors:
         name = module + ".weight_zero_point"
         if name not in parts.left:
             return None
-        if parts.left[name].dtype == "I8":
+        one = math.prod(shape) == 1
+        if one or parts.left[name].dtype == "I8":  # one for all is never packed
             plain = parts.take(name, ("I8",), shape)
-            one = math.prod(shape) == 1
             read = _scales(parts, plain, one=one)
             return lambda start, stop: read(start, stop) + (1 << (bits - 1))
         per_word = 32 // bits
