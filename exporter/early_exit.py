@@ -30,11 +30,11 @@ def exit_after(checkpoint: Checkpoint, spec: ModelSpec, num_layers: int) -> Mode
         )
     norm = _exit_tensor(checkpoint.tensors, f"early_exit.{num_layers}.norm.weight", (spec.hidden_size,))
     if norm:
-        checkpoint.give("final_norm.weight", norm)
+        checkpoint.use("final_norm.weight", norm)
     shape = (spec.vocab_size, spec.hidden_size)
     head = _exit_tensor(checkpoint.tensors, f"early_exit.{num_layers}.head.weight", shape)
     if head:
-        checkpoint.give("head.weight", head)
+        checkpoint.use("head.weight", head)
         spec = replace(spec, tie_embeddings=False)
     return replace(spec, layers=spec.layers[:num_layers])
 

@@ -11,7 +11,7 @@ from pagelet.exporter.bundle import file_entries, new_bundle
 from pagelet.exporter.calibration.corpus import calibration_texts
 from pagelet.exporter.checkpoint import open_checkpoint
 from pagelet.exporter.early_exit import exit_after
-from pagelet.exporter.formats import choose_formats, describe
+from pagelet.exporter.formats import choose_formats, describe, quantized_again
 from pagelet.exporter.graph import build_graph
 from pagelet.exporter.job import Job, OnNote, OnProgress, silent
 from pagelet.exporter.layerwise import Part
@@ -47,12 +47,12 @@ def export(
 
     Raises:
         InputError: an option, the calibration's text, or the destination.
-        CheckpointError, UnsupportedError: the checkpoint.
+        CheckpointError, UnsupportedError: the checkpoint, or the adapter.
         UnfinishedError: the bundle is further from the original than `options.max_kl` allows.
         BundleError: writing failed.
     """
     options = options or ExportOptions()
-    with open_checkpoint(source) as checkpoint:
+    with open_checkpoint(source, options.adapter) as checkpoint:
         key = export_key(checkpoint, options)
         spec = _limited(checkpoint.spec, options.max_context)
         if options.layers is not None:
@@ -69,7 +69,7 @@ def export(
                 weights = write_weights(job, formats, quantizer)
             ir.save(build_graph(spec, weights, job.cache, folder), folder / GRAPH_NAME)
             certificate = prove(job, Part(spec, weights, folder), tokenizer, folder / GRAPH_NAME)
-            for note in (*checkpoint.notes, *quantizer.notes):
+            for note in (*checkpoint.notes, *quantized_again(spec, checkpoint, formats), *quantizer.notes):
                 on_note(note)
             clear_progress(folder)
             manifest = Manifest(

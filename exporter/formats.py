@@ -1,13 +1,15 @@
 """Which storage each matrix gets: from the options, and from what the checkpoint holds already."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from pagelet.exporter.checkpoint import Checkpoint
-from pagelet.exporter.options import FP8_BLOCK, GROUP_SIZES, ExportOptions
-from pagelet.exporter.stacked_rows import WeightFormat
-from pagelet.exporter.weights import type_name
+from pagelet.exporter.options import FP8_BLOCK, GROUP_SIZES, INTEGERS, ExportOptions
+from pagelet.exporter.stacked_rows import WeightFormat, fits
+from pagelet.exporter.weights import linear_units, type_name
 from pagelet.models.manifest import Quantization
+from pagelet.models.spec import ModelSpec
 from pagelet.plugins.float_packing import FloatFormat
 from pagelet.plugins.packing import LinearFormat
 
@@ -37,6 +39,8 @@ def choose_formats(options: ExportOptions, checkpoint: Checkpoint) -> Formats:
         group_size = FP8_BLOCK
     elif options.weights == "fp8" and options.group_size is None:
         group_size = _own_fp8_groups(checkpoint)
+    elif options.weights in INTEGERS and options.group_size is None:
+        group_size = _own_groups(options.weights, checkpoint) or group_size
     if options.weights == "int4":
         layers = LinearFormat(4, group_size, asymmetric=not options.symmetric)
         return Formats(layers, tables=INT8 if options.embedding == "int8" else layers)
@@ -57,6 +61,50 @@ def _own_fp8_groups(checkpoint: Checkpoint) -> int:
     size = rows.group_size if rows else 0
     widths = [info.shape[1] for info in checkpoint.weights.values() if len(info.shape) == 2]
     return size if size in GROUP_SIZES and all(width % size == 0 for width in widths) else 0
+
+
+def _own_groups(weights: str, checkpoint: Checkpoint) -> int:
+    """The largest group in which a checkpoint's own codes of this type stand as they are; 0: it has none."""
+    sizes, widths = set(), set()
+    for role, info in checkpoint.weights.items():
+        if len(info.shape) == 2 and role.removesuffix(".weight") not in TABLES:
+            blocks = checkpoint.read_blocks(role, 0, 1)
+            widths.add(info.shape[1])
+            if blocks is not None and f"int{blocks.bits}" == weights:
+                sizes.add(blocks.group_size)
+    divisible = (n for n in reversed(GROUP_SIZES) if not any(size % n for size in sizes | widths))
+    return next(divisible, 0) if sizes else 0
+
+
+def quantized_again(spec: ModelSpec, checkpoint: Checkpoint, formats: Formats) -> Iterator[str]:
+    """What the user should know of matrices whose own codes the formats do not hold."""
+    reasons: Counter[str] = Counter()
+    for module, roles in linear_units(spec):
+        format = formats.of(module)
+        if format.group_size or format.weight_type == "fp8":
+            reasons.update(filter(None, (_misfit(checkpoint, role + ".weight", format) for role in roles)))
+    for reason, count in reasons.items():
+        weights = "one weight" if count == 1 else f"{count} weights"
+        yield f"the checkpoint's codes of {weights} are quantized again: {reason}"
+
+
+def _misfit(checkpoint: Checkpoint, role: str, format: WeightFormat) -> str:
+    """Why the codes that a checkpoint has of a weight cannot stay; "" if they can, or there are none."""
+    obstacle = checkpoint.obstacle(role)
+    if obstacle:
+        return obstacle
+    blocks = checkpoint.read_blocks(role, 0, 1)
+    if blocks is None or (isinstance(format, LinearFormat) and fits(blocks, format)):
+        return ""
+    own = _words(f"int{blocks.bits}", blocks.minimums is not None, blocks.group_size)
+    minimums = isinstance(format, LinearFormat) and format.asymmetric
+    asked = _words(type_name(format), minimums, format.group_size)
+    return f"they are {own}; {asked} is asked for"
+
+
+def _words(kind: str, minimums: bool, group_size: int) -> str:
+    groups = f"groups of {group_size}" if group_size else "a scale per output"
+    return f"{kind}, {groups}{' with minimum' if minimums else ''}"
 
 
 def describe(options: ExportOptions, formats: Formats) -> Quantization:

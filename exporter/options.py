@@ -26,8 +26,8 @@ class ExportOptions:
 
     Attributes:
         weights: storage of the linear weights; "fp8" is E4M3.
-        group_size: inputs that share a scale (int4, int8, fp8); None: the type's own default (GROUPED), or
-            an FP8 checkpoint's own.
+        group_size: inputs that share a scale (int4, int8, fp8); None: a quantized checkpoint's own, or the
+            type's default (GROUPED).
         symmetric: no minimum per group (int4): smaller, and further from the original.
         block_scales: 128 rows of a weight share the scale of 128 inputs (fp8), as some devices want it.
         quantizer: of int4 and int8 weights. "rtn" rounds each group alone; "awq" and "gptq" look at
@@ -50,6 +50,7 @@ class ExportOptions:
         max_kl: mean KL divergence (nats) above which the export stops; None: that of the type (MAX_KL).
         accept_loss: keep a bundle that is above `max_kl`; it is recorded.
         force: replace an existing bundle.
+        adapter: a folder with a LoRA as PEFT writes it, merged into the checkpoint's weights.
 
     Raises:
         InputError: a value that this version cannot serve.
@@ -74,6 +75,7 @@ class ExportOptions:
     max_kl: float | None = None
     accept_loss: bool = False
     force: bool = False
+    adapter: Path | None = None
 
     def __post_init__(self) -> None:
         _one_of("weights", self.weights, WEIGHTS)

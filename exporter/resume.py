@@ -44,7 +44,7 @@ class Progress:
 
 
 def export_key(checkpoint: Checkpoint, options: ExportOptions) -> str:
-    """Equal for exports that write the same bytes: the same version, files, options and calibration."""
+    """Equal for exports that write the same bytes: the same version, files, adapter, options, calibration."""
     source = checkpoint.path
     files = sorted(source.iterdir()) if source.is_dir() else [source]
     if options.calibration is not None:
@@ -55,7 +55,7 @@ def export_key(checkpoint: Checkpoint, options: ExportOptions) -> str:
         if path.is_file()
     ]
     unlike = replace(options, force=False, accept_loss=False, certificate_seconds=None, max_kl=None)
-    return repr((version("pagelet"), stats, unlike))
+    return repr((version("pagelet"), stats, checkpoint.describe().get("adapter"), unlike))
 
 
 def _stamp(path: Path) -> tuple[int, int]:

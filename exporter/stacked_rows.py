@@ -72,8 +72,8 @@ class StackedRows:
     Attributes:
         width: inputs.
         count: rows in all.
-        exact: whether every weight has numbers of its own that `format` holds unchanged, and nothing scales
-            them.
+        kept: whether every weight has codes of its own that `format` holds, and nothing scales them.
+        exact: whether their scales and minimums too are held unchanged.
 
     Raises:
         CheckpointError: the weights do not fit the format; by their names.
@@ -100,7 +100,9 @@ class StackedRows:
         self._check_shape()
         self._squared_error = self._squared = 0.0
         self._fp8_scales: dict[str, Float32] = {}
-        self.exact = not treatment.scales and self._is_exact()
+        self.kept = self.exact = False
+        if not treatment.scales:
+            self._compare()
 
     def pieces(self) -> Iterator[NDArray[np.uint8]]:
         """The packed bytes of all rows, in order."""
@@ -130,7 +132,10 @@ class StackedRows:
         if self.exact:
             return packing.pack(*self._own_codes(start, stop, format), format)
         values = self.floats(start, stop)
-        codes = (self._treatment.round or partial(packing.quantize_rtn, format=format))(values)
+        if self.kept:
+            codes = self._own_codes(start, stop, format)
+        else:
+            codes = (self._treatment.round or partial(packing.quantize_rtn, format=format))(values)
         self._count_error(values, packing.dequantize(*codes, format))
         return packing.pack(*codes, format)
 
@@ -174,15 +179,21 @@ class StackedRows:
                 "(fp16, bf16, fp32)."
             )
 
-    def _is_exact(self) -> bool:
+    def _compare(self) -> None:
+        """Set `kept` and `exact`."""
         if isinstance(self._format, FloatFormat):
-            if self._format.type == "fp8":
-                own = [self._checkpoint.read_fp8(role, 0, 1) for role in self._roles]
-                return all(rows and rows.group_size in (0, self._format.group_size) for rows in own)
-            held = _EXACT[self._format.type]
-            return all(self._checkpoint.weights[role].dtype in held for role in self._roles)
+            self.kept = self.exact = self._has_floats(self._format)
+            return
         blocks = [self._checkpoint.read_blocks(role, 0, 1) for role in self._roles]
-        return all(block is not None and _fits(block, self._format) for block in blocks)
+        self.kept = all(block is not None and fits(block, self._format) for block in blocks)
+        self.exact = self.kept and all(block is not None and block.exact for block in blocks)
+
+    def _has_floats(self, format: FloatFormat) -> bool:
+        if format.type == "fp8":
+            own = [self._checkpoint.read_fp8(role, 0, 1) for role in self._roles]
+            return all(rows and rows.group_size in (0, format.group_size) for rows in own)
+        held = _EXACT[format.type]
+        return all(self._checkpoint.weights[role].dtype in held for role in self._roles)
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
         """(role, first row, last row) of each weight that rows [start, stop) touch."""
@@ -208,11 +219,12 @@ class StackedRows:
 
     def _own_codes(self, start: int, stop: int, format: LinearFormat) -> Quantized:
         """The checkpoint's own codes, scales and minimums."""
-        parts = []
+        parts, groups = [], format.groups(self.width)
         for role, low, high in self._parts(start, stop):
             block = self._checkpoint.read_blocks(role, low, high)
             assert block is not None
-            parts.append((block.codes, block.scales, _minimums(block, format)))
+            lowest = _spread(_minimums(block), groups) if format.asymmetric else None
+            parts.append((block.codes, _spread(block.scales, groups), lowest))
         codes, scales, minimums = zip(*parts, strict=True)
         return self._stack(codes), self._stack(scales), self._stack(minimums) if format.asymmetric else None
 
@@ -260,15 +272,21 @@ def sample_rows(count: int, most: int) -> list[tuple[int, int]]:
     return [(start, min(start + unit, count)) for start in chosen]
 
 
-def _fits(block: Blocks, format: LinearFormat) -> bool:
-    if format.group_size != 32 or block.bits != format.bits:
+def fits(block: Blocks, format: LinearFormat) -> bool:
+    """Whether the format holds such blocks: a group may stand as several with the same scale."""
+    if block.bits != format.bits or block.group_size % format.group_size:
         return False
     return format.asymmetric or block.minimums is None
 
 
-def _minimums(block: Blocks, format: LinearFormat) -> NDArray[np.float16] | None:
+def _spread(values: NDArray[np.float16], groups: int) -> NDArray[np.float16]:
+    """The scales or minimums [rows, the file's groups] of so many smaller groups."""
+    return np.repeat(values, groups // values.shape[1], axis=1)
+
+
+def _minimums(block: Blocks) -> NDArray[np.float16]:
     """Q4_0's d·(q−8) is d·q + (−8·d), exactly: eight is a power of two."""
-    if not format.asymmetric or block.minimums is not None:
+    if block.minimums is not None:
         return block.minimums
     minimums: NDArray[np.float16] = block.scales * np.float16(-8)
     return minimums

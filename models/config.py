@@ -104,7 +104,6 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     """
     row = architecture_of_hf(config.get("architectures"))
     read = Config(config, row)
-    _check_quantization(read.data)
     heads, hidden = read.number("num_attention_heads"), read.number("hidden_size")
     head_dim = read.number("head_dim", hidden // max(heads, 1))
     max_context = read.number("max_position_embeddings")
@@ -223,19 +222,3 @@ def _expert_layers(read: Config, count: int) -> list[bool]:
     if not isinstance(plain, list):
         raise CheckpointError(f"{WHERE}: 'mlp_only_layers' is {plain!r:.80}; expected a list.")
     return [layer not in plain and (layer + 1) % step == 0 for layer in range(count)]
-
-
-def _check_quantization(config: Mapping[str, Any]) -> None:
-    """Quantized weights are refused, but for FP8 ones with their scales beside them."""
-    settings = config.get("quantization_config")
-    if not settings:
-        return
-    method = settings.get("quant_method") if isinstance(settings, dict) else None
-    if method in ("fp8", "fbgemm_fp8"):
-        return
-    if method == "compressed-tensors" and settings.get("format") == "float-quantized":
-        return
-    raise UnsupportedError(
-        f"{WHERE} says that the weights are quantized already ({method!r:.40}); export the original weights, "
-        "or FP8 ones."
-    )

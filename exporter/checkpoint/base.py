@@ -3,7 +3,7 @@
 import abc
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,24 +20,33 @@ from pagelet.plugins.float_packing import E4M3_VALUES
 
 @dataclass(frozen=True)
 class Blocks:
-    """Rows of a block-quantized tensor, exactly as the file has them; 32 inputs share a scale.
+    """Rows of a block-quantized tensor with the file's own codes; the inputs of a group share a scale.
 
     Attributes:
         kind: "Q4_0" (w = scale · (code - 8)), "Q4_1" (w = scale · code + minimum) or
             "Q8_0" (w = scale · code).
         codes: [rows, in], uint8 0..15, or int8 for Q8_0.
-        scales: float16 [rows, in/32].
-        minimums: float16 [rows, in/32] for Q4_1, else None.
+        scales: float16 [rows, groups].
+        minimums: float16 [rows, groups] for Q4_1, else None.
+        group_size: inputs of a group, a multiple of 32; 0: all of them.
+        exact: whether the file's scales and minimums are FP16 numbers; else they were rounded to such.
     """
 
     kind: str
     codes: NDArray[np.uint8] | NDArray[np.int8]
     scales: NDArray[np.float16]
     minimums: NDArray[np.float16] | None = None
+    group_size: int = 32
+    exact: bool = True
 
     @property
     def bits(self) -> int:
         return 8 if self.kind == "Q8_0" else 4
+
+    def picked(self, rows: NDArray[np.intp]) -> "Blocks":
+        """Some of the rows."""
+        minimums = None if self.minimums is None else self.minimums[rows]
+        return replace(self, codes=self.codes[rows], scales=self.scales[rows], minimums=minimums)
 
 
 @dataclass(frozen=True)
@@ -110,12 +119,20 @@ class Checkpoint(abc.ABC):
         """The same rows as the file's own codes and scales; None if it is not of such a type."""
         return None
 
+    def obstacle(self, role: str) -> str:
+        """Of quantized integers that `read_blocks` cannot give: why; "" of all others."""
+        return ""
+
     def read_fp8(self, role: str, start: int = 0, stop: int | None = None) -> Fp8Rows | None:
         """The same rows as the file's own FP8 codes and scales; None if it is not of that type."""
         return None
 
-    def give(self, role: str, info: TensorInfo) -> None:
-        """Let a tensor of the files stand for a role from now on."""
+    def source(self, role: str) -> Source:
+        """Where the role's numbers lie among the tensors."""
+        return self._sources[role]
+
+    def use(self, role: str, info: TensorInfo) -> None:
+        """Read another of its tensors as the weight of a role."""
         self._sources[role] = Source(info, info.shape, range(info.shape[0]))
         self.weights[role] = info
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from pagelet.exporter.checkpoint.adapter import open_adapted
 from pagelet.exporter.checkpoint.base import Checkpoint
 from pagelet.exporter.checkpoint.gguf_file import open_gguf
 from pagelet.exporter.checkpoint.huggingface import INDEX_FILE, SINGLE_FILE, open_huggingface
@@ -14,13 +15,20 @@ _NEVER_UNPICKLED = (
 )
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: Path, adapter: Path | None = None) -> Checkpoint:
     """Open a folder with config.json and safetensors files, or a GGUF file.
 
+    `adapter`: a folder with a LoRA as PEFT writes it, to be merged into the weights.
+
     Raises:
-        CheckpointError: nothing there, pickled weights, or a damaged or incomplete checkpoint.
+        CheckpointError: nothing there, pickled weights, or a damaged or incomplete checkpoint or adapter.
         UnsupportedError: a well-formed one of a kind that is not known.
     """
+    base = _open(path)
+    return base if adapter is None else open_adapted(base, adapter)
+
+
+def _open(path: Path) -> Checkpoint:
     if path.is_dir():
         _check_folder(path)
         return open_huggingface(path)

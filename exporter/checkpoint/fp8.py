@@ -1,12 +1,11 @@
 """Checkpoints whose linear weights are FP8 (E4M3) already, with their scales in tensors beside them.
 
 `X.weight_scale` or `X.weight_scale_inv` (both are multiplied) belongs to `X.weight` and has one value, one
-for each row, or, as `weight_block_size` in config.json says, one for each block of rows and columns.
+for each row, or, as config.json says, one for each block of rows and columns.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,10 +38,12 @@ class Fp8Scales:
 def read_scales(
     info: TensorInfo,
     tensors: Mapping[str, TensorInfo],
-    config: Mapping[str, Any],
+    block_size: object,
     read: Callable[[TensorInfo], NDArray[np.float32]],
 ) -> Fp8Scales:
     """The scales of an FP8 weight [out, in]; `read` gives a tensor as float32.
+
+    `block_size`: [rows, columns] as config.json has it; None: 128 of both.
 
     Raises:
         CheckpointError: none, of a shape that does not fit the weight, not finite, or too large.
@@ -72,7 +73,7 @@ def read_scales(
         return Fp8Scales(values.reshape(1, 1), rows, 0)
     if values.shape in ((rows,), (rows, 1)):
         return Fp8Scales(values.reshape(rows, 1), 1, 0)
-    block_rows, block_columns = _block_size(config)
+    block_rows, block_columns = _block_size(block_size)
     expected = (-(-rows // block_rows), -(-columns // block_columns))
     if values.shape != expected:
         raise CheckpointError(
@@ -81,8 +82,8 @@ def read_scales(
     return Fp8Scales(values, block_rows, block_columns)
 
 
-def _block_size(config: Mapping[str, Any]) -> tuple[int, int]:
-    size = config["quantization_config"].get("weight_block_size") or [128, 128]
+def _block_size(found: object) -> tuple[int, int]:
+    size = found or [128, 128]
     if isinstance(size, list) and len(size) == 2 and all(type(n) is int and 1 <= n <= 1 << 24 for n in size):
         return size[0], size[1]
     raise CheckpointError(

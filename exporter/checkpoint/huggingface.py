@@ -4,15 +4,15 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from pagelet.exporter.checkpoint.base import Checkpoint, Fp8Rows
+from pagelet.exporter.checkpoint.base import Blocks, Checkpoint, Fp8Rows
 from pagelet.exporter.checkpoint.files import SourceFile, read_json
 from pagelet.exporter.checkpoint.fp8 import FP8_COMPANIONS, FP8_DTYPE, read_scales
+from pagelet.exporter.checkpoint.packed import PackedWeight, Parts, Scheme, scheme_of
 from pagelet.exporter.checkpoint.safetensors_header import read_header
 from pagelet.exporter.checkpoint.sources import Source, match_weights
 from pagelet.exporter.checkpoint.tensor_info import TensorInfo
@@ -35,24 +35,30 @@ _COMPARE_BYTES = 1 << 20
 
 
 class HuggingFaceCheckpoint(Checkpoint):
-    """Weights from safetensors files; F32, F16 and BF16, each widened to float32 exactly, and scaled FP8."""
+    """Weights from safetensors files: F32, F16 and BF16, widened to float32 exactly; scaled FP8; packed."""
 
     kind = "safetensors"
 
     def __init__(
         self,
         folder: Path,
-        config: Mapping[str, Any],
+        scheme: Scheme | None,
         spec: ModelSpec,
         files: Mapping[str, SourceFile],
         tensors: Mapping[str, TensorInfo],
+        packed: Mapping[str, PackedWeight],
         sources: Mapping[str, Source],
         notes: Iterable[str],
     ) -> None:
+        """`packed`: by the name in `tensors` that stands for its parts."""
         super().__init__(folder, spec, files, tensors, sources, folder, notes)
-        fp8 = {source.info.name: source.info for source in sources.values() if source.info.dtype == FP8_DTYPE}
+        self._packed = dict(packed)
         self._norm_offset = np.float32(spec.row.norm_offset)
-        self._scales = {name: read_scales(info, tensors, config, self._whole) for name, info in fp8.items()}
+        fp8 = {source.info.name: source.info for source in sources.values() if source.info.dtype == FP8_DTYPE}
+        self._scales = {
+            name: read_scales(info, tensors, scheme and scheme.fp8_block, self._whole)
+            for name, info in fp8.items()
+        }
 
     def read(self, role: str, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
         source, (start, stop) = self._sources[role], self._rows(role, start, stop)
@@ -63,9 +69,20 @@ class HuggingFaceCheckpoint(Checkpoint):
             columns = self._floats(source.info, 0, source.info.shape[0])[:, source.rows[start:stop]]
             return np.ascontiguousarray(columns.T)
         low, high, picked = source.span(start, stop)
-        values = self._floats(source.info, low, high)
+        packed = self._packed.get(source.info.name)
+        values = packed.read(low, high) if packed else self._floats(source.info, low, high)
         values = values if picked is None else values[picked]
         return values + self._norm_offset if role.endswith("norm.weight") else values
+
+    def read_blocks(self, role: str, start: int = 0, stop: int | None = None) -> Blocks | None:
+        packed = self._packed.get(self.weights[role].name)
+        low, high, picked = self._sources[role].span(*self._rows(role, start, stop))
+        blocks = packed.blocks(low, high) if packed else None
+        return blocks if blocks is None or picked is None else blocks.picked(picked)
+
+    def obstacle(self, role: str) -> str:
+        packed = self._packed.get(self.weights[role].name)
+        return packed.obstacle if packed else ""
 
     def read_fp8(self, role: str, start: int = 0, stop: int | None = None) -> Fp8Rows | None:
         source = self._sources[role]
@@ -95,7 +112,7 @@ def open_huggingface(folder: Path) -> HuggingFaceCheckpoint:
     whole = read_json(folder / "config.json")
     config = text_config(whole)
     spec = spec_from_config(config)
-    fp8 = bool(config.get("quantization_config"))  # `spec_from_config` accepts no other kind
+    scheme = scheme_of(config)
     with ExitStack() as stack:
         files: dict[str, SourceFile] = {}
         tensors: dict[str, TensorInfo] = {}
@@ -111,13 +128,35 @@ def open_huggingface(folder: Path) -> HuggingFaceCheckpoint:
                 tensors[tensor] = info
         _check_index(folder, tensors)
         tensors, parts = text_tensors(whole, tensors)
+        tensors, packed = _put_together(scheme, tensors, files)
         spec, notes = _settle_tie(spec, tensors, files)
-        ignored = (*_ignored(spec), *(FP8_COMPANIONS if fp8 else ()))
-        readable = (*_DTYPES, *((FP8_DTYPE,) if fp8 else ()))
-        sources = match_weights(spec, tensors, spec.row.names, ignored, readable, str(folder))
-        checkpoint = HuggingFaceCheckpoint(folder, config, spec, files, tensors, sources, [*parts, *notes])
+        ignored, readable = _ignored(spec), {*_DTYPES, *(weight.info.dtype for weight in packed.values())}
+        if scheme:
+            ignored += scheme.leftovers
+            notes += scheme.notes
+        if scheme and scheme.has_fp8:
+            ignored += FP8_COMPANIONS
+            readable.add(FP8_DTYPE)
+        sources = match_weights(spec, tensors, spec.row.names, ignored, sorted(readable), str(folder))
+        checkpoint = HuggingFaceCheckpoint(
+            folder, scheme, spec, files, tensors, packed, sources, [*parts, *notes]
+        )
         stack.pop_all()
     return checkpoint
+
+
+def _put_together(
+    scheme: Scheme | None, tensors: dict[str, TensorInfo], files: Mapping[str, SourceFile]
+) -> tuple[dict[str, TensorInfo], dict[str, PackedWeight]]:
+    """The tensors with one in place of each packed weight's parts, and those weights by that name."""
+    if scheme is None:
+        return tensors, {}
+    parts = Parts(tensors, files)
+    packed = {weight.info.name: weight for weight in scheme.weights(parts)}
+    for name in packed:
+        if name in parts.left:
+            raise CheckpointError(f"{name} is in the files twice: as it is, and packed. Download them again.")
+    return parts.left | {name: weight.info for name, weight in packed.items()}, packed
 
 
 def _file_names(folder: Path) -> list[str]:
@@ -176,7 +215,7 @@ def _settle_tie(
 
 
 def _equal(left: TensorInfo, right: TensorInfo, files: Mapping[str, SourceFile]) -> bool:
-    if (left.shape, left.dtype) != (right.shape, right.dtype):
+    if (left.shape, left.dtype) != (right.shape, right.dtype) or left.dtype not in _DTYPES:
         return False
     for start in range(0, left.nbytes, _COMPARE_BYTES):
         count = min(_COMPARE_BYTES, left.nbytes - start)

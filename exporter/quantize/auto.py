@@ -160,9 +160,9 @@ class _Measuring:
         importance = None if hessian is None else np.diag(hessian).astype(np.float32)
         errors = {}
         for format in candidates(rows.width, self._job.options.symmetric):
-            exact = stacked(self._checkpoint, module, roles, format).exact
+            kept = stacked(self._checkpoint, module, roles, format).kept
             with named(module):
-                errors[format] = 0.0 if exact else share * _error(sample, format, importance, hessian)
+                errors[format] = 0.0 if kept else share * _error(sample, format, importance, hessian)
         return errors
 
     def _choose_basic(self, module: str, roles: tuple[str, ...]) -> LinearFormat:
@@ -170,7 +170,7 @@ class _Measuring:
         width = self._checkpoint.weights[roles[0] + ".weight"].shape[1]
         coarse = [LinearFormat(4, group, asymmetric=False) for group in GROUP_SIZES if width % group == 0]
         basic = next(
-            (f for f in coarse if not stacked(self._checkpoint, module, roles, f).exact),
+            (f for f in coarse if not stacked(self._checkpoint, module, roles, f).kept),
             LinearFormat(4, 32, asymmetric=False),
         )
         self._basic[module] = basic

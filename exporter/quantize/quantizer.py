@@ -86,7 +86,7 @@ def open_quantizer(job: Job, formats: Formats, texts: list[list[int]]) -> Quanti
 def _nothing_to_round(job: Job, formats: Formats) -> bool:
     """Whether every matrix that the quantizer would touch is the checkpoint's own."""
     return all(
-        stacked(job.checkpoint, module, roles, format).exact
+        stacked(job.checkpoint, module, roles, format).kept
         for module, roles in linear_units(job.spec)
         if isinstance(format := formats.of(module), LinearFormat)
         and not (module in TABLES and format.bits == 8)
@@ -173,10 +173,10 @@ class Calibrated:
         for module, roles in layer_units(self._spec, layer):
             treatment = scales.treatment(module)
             format = self._formats.of(module)
-            exact = stacked(self._checkpoint, module, roles, format, treatment).exact
+            kept = stacked(self._checkpoint, module, roles, format, treatment).kept
             if is_routed(module):
                 treatment = nearest(format)
-            elif isinstance(format, LinearFormat) and not exact:
+            elif isinstance(format, LinearFormat) and not kept:
                 round = self._round(module, hessians[module], format, treatment.input_scales)
                 treatment = Treatment(round, treatment.input_scales, treatment.output_scales)
             treatments[module] = treatment
@@ -231,7 +231,7 @@ class Calibrated:
                 continue
             rows = stacked(self._checkpoint, module, units[module], format, scales.treatment(module))
             # Scales would only make the checkpoint's own numbers inexact: here, or where they are divided.
-            if rows.exact or self._is_exact(source):
+            if rows.kept or self._is_kept(source):
                 continue
             shared = self._shared_values(layer) if module.endswith("attention.o") else None
             sample = np.concatenate([rows.floats(*some) for some in sample_rows(rows.count, _SAMPLE_ROWS)])
@@ -245,11 +245,11 @@ class Calibrated:
             )
         return scales
 
-    def _is_exact(self, source: str) -> bool:
+    def _is_kept(self, source: str) -> bool:
         """Whether the role that outputs are divided in is of a matrix that passes through unchanged."""
         for module, roles in layer_units(self._spec, int(source.split(".")[1])):
             if source in roles:
-                return stacked(self._checkpoint, module, roles, self._formats.of(module)).exact
+                return stacked(self._checkpoint, module, roles, self._formats.of(module)).kept
         return False
 
     def _shared_values(self, layer: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

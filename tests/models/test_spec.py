@@ -68,7 +68,6 @@ def test_an_unknown_architecture_lists_the_known_ones() -> None:
     ("changes", "message"),
     [
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantized already"),
         ({"hidden_size": "96"}, "'hidden_size' is '96'; expected int"),
         ({"hidden_size": None}, "no 'hidden_size'"),
         ({"attention_sinks": True}, "'attention_sinks' = True, which is not known of llama"),

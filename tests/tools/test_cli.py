@@ -42,6 +42,14 @@ def test_export_says_what_it_made(
     assert "--force" in err
 
 
+def test_export_takes_an_adapter(
+    make_llama: MakeCheckpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = tmp_path / "lora"
+    status, _, err = run(capsys, "export", make_llama(), tmp_path / "b", "--adapter", adapter)
+    assert (status, err) == (1, f"pagelet: {adapter} is no folder; give the one with adapter_config.json.\n")
+
+
 def test_generate_streams_text_on_stdout_and_figures_on_stderr(
     bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

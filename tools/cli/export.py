@@ -24,12 +24,15 @@ def add_parsers(commands: Any) -> None:
     parser = commands.add_parser("export", help="export a checkpoint into a bundle", description=__doc__)
     parser.add_argument("source", type=Path, metavar="SRC", help="a Hugging Face folder or a .gguf file")
     parser.add_argument("out", type=Path, metavar="OUT", help="the bundle's folder, made new")
+    parser.add_argument(
+        "--adapter", type=Path, metavar="DIR", help="a LoRA as PEFT writes it, merged into the weights"
+    )
     parser.add_argument("--weights", choices=WEIGHTS, default="int4", help="default: %(default)s")
     parser.add_argument(
         "--group-size",
         type=int,
         choices=(32, 64, 128),
-        help="inputs of a scale; default: 32 (int4, int8), all of an output (fp8)",
+        help="inputs of a scale; default: the checkpoint's own if it has some, else 32, or all (fp8)",
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--symmetric", action="store_true", help="int4: a scale per group")
@@ -129,6 +132,7 @@ def run(args: argparse.Namespace) -> None:
     export, options_type, bar = _exporter()
     seconds = 60.0 if args.certificate_seconds is None else args.certificate_seconds
     options = options_type(
+        adapter=args.adapter,
         weights=args.weights,
         group_size=args.group_size,
         symmetric=args.symmetric,
