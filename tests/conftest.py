@@ -1,6 +1,7 @@
 """Real models for the tests: SmolLM2 as it is published, and tiny random Llamas with every option."""
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,8 @@ from typing import Any
 
 import pytest
 
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what runs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # children inherit what is ignored
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: its models come from local folders
 sys.path.insert(0, str(Path(__file__).parent))  # modules that the tests of several folders share
 

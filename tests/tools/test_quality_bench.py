@@ -51,7 +51,7 @@ def row(name: str, kl: float, *, bits: float = 5.0, baseline: str = "") -> Row:
 def test_names_are_folders_of_their_own_and_every_baseline_is_there() -> None:
     known = configurations()
     names = [one.name for one in known]
-    assert len(set(names)) == len(names) == 3 + 2 * (3 * 3 + 3)
+    assert len(set(names)) == len(names) == 3 + 2 * (3 * 3 + 4)
     assert {one.baseline for one in known} <= {*names, ""}
     assert all(one.options["certificate_seconds"] is None for one in known)
     for one in known:
