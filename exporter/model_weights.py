@@ -36,10 +36,7 @@ def write_weights(job: Job, formats: Formats, quantizer: Quantizer) -> StoredWei
             quantizer.residual = progress.residual
         else:
             on_progress(0, total, "embedding")
-            writer.rope_tables(spec)
-            writer.position_table(spec)
-            writer.ones(spec)
-            writer.temperature(spec)
+            writer.tables(spec)
             writer.linear("embedding", ("embedding",), formats.of("embedding"), quantizer.table("embedding"))
             file.flush()
             quantizer.start(written)

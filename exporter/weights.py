@@ -231,6 +231,13 @@ class WeightsWriter:
         stem, _, kind = role.rpartition(".")
         self.stored.vectors[role] = self._vector(role, self._scaled(stem, "." + kind, scales or {}))
 
+    def tables(self, spec: ModelSpec) -> None:
+        """What belongs to positions and to no layer: rotations, vectors, factors; and ones."""
+        self.rope_tables(spec)
+        self.position_table(spec)
+        self.ones(spec)
+        self.temperature(spec)
+
     def ones(self, spec: ModelSpec) -> None:
         """The weight of norms that have none."""
         sizes = {

@@ -18,7 +18,14 @@ from pagelet.exporter.formats import choose_formats, describe
 from pagelet.exporter.graph import CacheFormat, build_graph
 from pagelet.exporter.layerwise import Part
 from pagelet.exporter.text import write_text_files
-from pagelet.exporter.weights import WEIGHTS_NAME, WeightsFile, WeightsWriter, linear_units, norm_roles
+from pagelet.exporter.weights import (
+    WEIGHTS_NAME,
+    WeightsFile,
+    WeightsWriter,
+    layer_vectors,
+    linear_units,
+    norm_vectors,
+)
 from pagelet.models.certificate import CERTIFICATE_NAME, Certificate
 from pagelet.models.manifest import MANIFEST_NAME, Manifest, load_manifest
 
@@ -47,11 +54,14 @@ def write_certified(
         text, generation = write_text_files(checkpoint, folder)
         with WeightsFile(folder / WEIGHTS_NAME) as file:
             writer = WeightsWriter(checkpoint, file)
-            writer.rope_tables(spec)
+            writer.tables(spec)
             for module, roles in linear_units(spec):
                 writer.linear(module, roles, formats.of(module))
-            for role in norm_roles(spec):
-                writer.norm(role)
+            for layer in range(spec.num_layers):
+                for role in layer_vectors(spec, layer):
+                    writer.vector(role)
+            for role in norm_vectors(spec, "final_norm"):
+                writer.vector(role)
         graph = folder / "model.onnx"
         ir.save(build_graph(spec, writer.stored, cache, folder), graph)
         certificate = certify(
