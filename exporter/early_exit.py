@@ -21,13 +21,15 @@ def exit_after(checkpoint: Checkpoint, spec: ModelSpec, num_layers: int) -> Mode
     """The spec of the first `num_layers`; the checkpoint then gives the exit's norm and head, if it has them.
 
     Raises:
-        InputError: as many layers as the model has, or more.
+        InputError: as many layers as the model has, or more; or a model that cannot be cut.
         CheckpointError: an exit's tensor of the wrong shape.
     """
     if num_layers >= spec.num_layers:
         raise InputError(
             f"layers is {num_layers}; the model has {spec.num_layers}, expected 1 to {spec.num_layers - 1}."
         )
+    if spec.layer_inputs:
+        raise InputError("this model's layers have inputs of their own, made for all of them: it has no exit.")
     norm = _exit_tensor(checkpoint.tensors, f"early_exit.{num_layers}.norm.weight", (spec.hidden_size,))
     if norm:
         checkpoint.use("final_norm.weight", norm)

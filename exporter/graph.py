@@ -6,6 +6,7 @@ knows which sequence a row belongs to.
 
 from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
 
 from pagelet.exporter.graph_builder import GraphBuilder
@@ -28,9 +29,12 @@ def build_graph(spec: ModelSpec, weights: StoredWeights, cache: CacheFormat, fol
     """
     build = GraphBuilder(spec, weights, folder)
     step = Step.inputs(build, spec)
-    residual = _embedding(build, spec, build.input("input_ids", "INT64", ["T"]), step.position_ids)
+    ids = build.input("input_ids", "INT64", ["T"])
+    residual = _embedding(build, spec, ids, step.position_ids)
+    inputs = _layer_inputs(build, spec, ids, residual)
     for layer in range(spec.num_layers):
-        residual = add_layer(build, spec, residual, step, layer, cache)["residual"]
+        own = inputs[layer] if inputs else None
+        residual = add_layer(build, spec, residual, step, layer, cache, own)["residual"]
     rows = build.op(
         "Gather", [residual, build.input("logits_indices", "INT64", ["R"])], name="/logits/rows", axis=0
     )
@@ -38,10 +42,16 @@ def build_graph(spec: ModelSpec, weights: StoredWeights, cache: CacheFormat, fol
 
 
 def build_embedding_graph(spec: ModelSpec, weights: StoredWeights, folder: Path) -> ir.Model:
-    """The model's first part alone: input_ids, position_ids int64 [T] to residual float32 [T, hidden]."""
+    """The model's first part alone: input_ids, position_ids int64 [T] to residual float32 [T, hidden].
+
+    Where layers have inputs of their own, layer_input.i float32 [T, layer_inputs] too.
+    """
     build = GraphBuilder(spec, weights, folder)
     ids, positions = (build.input(name, "INT64", ["T"]) for name in ("input_ids", "position_ids"))
-    return build.model({"residual": (_embedding(build, spec, ids, positions), ["T", spec.hidden_size])})
+    residual = _embedding(build, spec, ids, positions)
+    inputs = _layer_inputs(build, spec, ids, residual)
+    outputs = {f"layer_input.{layer}": (value, ["T", spec.layer_inputs]) for layer, value in enumerate(inputs)}
+    return build.model({"residual": (residual, ["T", spec.hidden_size]), **outputs})
 
 
 def build_layer_graph(
@@ -50,13 +60,15 @@ def build_layer_graph(
     """One layer alone, the very nodes of the whole graph.
 
     Inputs: residual_in float32 [T, hidden]; position_ids, cumulative_sequence_length, past_seqlens,
-    block_table_g, ancestor_mask and the layer's caches as in the whole graph. Outputs, float32: the residual
-    stream behind the layer, and those of TAPS that are not residual_in itself.
+    block_table_g, ancestor_mask and the layer's caches as in the whole graph, or those of the layer whose
+    caches it reads; layer_input.i as `build_embedding_graph` gives it. Outputs, float32: the residual stream
+    behind the layer, and those of TAPS that are not residual_in itself.
     """
     build = GraphBuilder(spec, weights, folder)
     step = Step.inputs(build, spec)
     residual = build.input("residual_in", "FLOAT", ["T", spec.hidden_size])
-    values = add_layer(build, spec, residual, step, layer, cache)
+    own = build.input(f"layer_input.{layer}", "FLOAT", ["T", spec.layer_inputs]) if spec.layer_inputs else None
+    values = add_layer(build, spec, residual, step, layer, cache, own)
     widths = {**tap_widths(spec, layer), "residual": spec.hidden_size}
     return build.model(
         {name: (values[name], ["T", width]) for name, width in widths.items() if values[name] is not residual}
@@ -84,6 +96,30 @@ def _embedding(build: GraphBuilder, spec: ModelSpec, ids: ir.Value, positions: i
             "RMSNormalization", [rows, ones], name="/embedding/normed", axis=-1, epsilon=spec.norm.epsilon
         )
     return rows
+
+
+def _layer_inputs(
+    build: GraphBuilder, spec: ModelSpec, ids: ir.Value, residual: ir.Value
+) -> list[ir.Value]:
+    """Each layer's own [T, layer_inputs]: (norm(W · residual / √hidden) + √layer_inputs · row) / √2."""
+    if not spec.layer_inputs:
+        return []
+    at, size, count = "/layer_inputs", spec.layer_inputs, spec.num_layers
+    table = build.embedding(ids, "layer_inputs.table")
+    table = build.op("Mul", [table, build.constant("layer_inputs.scale", size**0.5)], name=f"{at}/rows")
+    scaled: dict[str, object] = {"output_scale": spec.hidden_size**-0.5}
+    projected = build.linear(residual, "layer_inputs.projection", more=scaled)
+    apart = build.constant("layer_inputs.apart", [-1, count, size], np.int64)
+    projected = build.op("Reshape", [projected, apart], name=f"{at}/apart")
+    together = build.constant("layer_inputs.together", [-1, count * size], np.int64)
+    normed = build.op(
+        "Reshape", [build.norm(projected, "layer_inputs.norm"), together], name=f"{at}/together"
+    )
+    both = build.op("Add", [normed, table], name=f"{at}/sum")
+    both = build.op("Mul", [both, build.constant("layer_inputs.half", 0.5**0.5)], name=f"{at}/scaled")
+    sizes = build.constant("layer_inputs.sizes", [size] * count, np.int64)
+    names = [f"{at}.{layer}" for layer in range(count)]
+    return build.ops("Split", [both, sizes], names, name=f"{at}/split", axis=-1)
 
 
 def _head(build: GraphBuilder, spec: ModelSpec, rows: ir.Value) -> ir.Value:

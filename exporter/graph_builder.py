@@ -27,12 +27,19 @@ class GraphBuilder:
         self._nodes: list[ir.Node] = []
         self._inputs: list[ir.Value] = []
         self._cache_outputs: list[ir.Value] = []
+        self._caches: dict[str, ir.Value] = {}  # as they are written last, by the input's name
         self._stored: dict[str, ir.Value] = {}
 
     def input(self, name: str, dtype: str, shape: Sequence[int | str]) -> ir.Value:
         value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(ir.DataType[dtype]))
         self._inputs.append(value)
         return value
+
+    def cache(self, name: str, dtype: str, shape: Sequence[int | str]) -> ir.Value:
+        """A cache array: the graph's input, or what an earlier layer made of it."""
+        if name not in self._caches:
+            self._caches[name] = self.input(name, dtype, shape)
+        return self._caches[name]
 
     def stored(self, tensor: StoredTensor) -> ir.Value:
         """The initializer of a tensor in the weights file; the same value for the same tensor."""
@@ -133,10 +140,11 @@ class GraphBuilder:
             )
         return self._stored[name]
 
-    def embedding(self, ids: ir.Value) -> ir.Value:
-        table = self.weights.linears["embedding"]
+    def embedding(self, ids: ir.Value, module: str = "embedding") -> ir.Value:
+        """A table's rows."""
+        table = self.weights.linears[module]
         inputs = [ids, self.stored(table.weight)]
-        return self.op("Embedding", inputs, name="/embedding", domain=DOMAIN, **format_of(table))
+        return self.op("Embedding", inputs, name=path(module), domain=DOMAIN, **format_of(table))
 
     def attention(
         self,
@@ -153,6 +161,7 @@ class GraphBuilder:
         )
         for cache, output in zip(caches, written, strict=True):
             output.shape, output.type = cache.shape, cache.type
+            self._caches[str(cache.name)] = output
         self._cache_outputs += written
         return attended
 

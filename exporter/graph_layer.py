@@ -12,8 +12,9 @@ from pagelet.plugins.activations import Activation
 
 _CACHE_DTYPES = {"f32": "FLOAT", "f16": "FLOAT16", "int8": "INT8", "fp8": "FLOAT8E4M3FN"}
 # What the linear layers of a layer read or give, float32 [T, width]: the inputs of qkv and of the MLP (before
-# their norm, where that is part of the linear layer), qkv itself, and what o and down read.
-TAPS = ("attention_in", "qkv", "attended", "mlp_in", "gated")
+# their norm, where that is part of the linear layer), qkv itself, what o and down read, and what the two read
+# that take in the layer's own input.
+TAPS = ("attention_in", "qkv", "attended", "mlp_in", "gated", "inputs_in", "inputs_gated")
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,18 @@ class Step:
 
 
 def add_layer(
-    build: GraphBuilder, spec: ModelSpec, residual: ir.Value, step: Step, layer: int, cache: CacheFormat
+    build: GraphBuilder,
+    spec: ModelSpec,
+    residual: ir.Value,
+    step: Step,
+    layer: int,
+    cache: CacheFormat,
+    own_input: ir.Value | None = None,
 ) -> dict[str, ir.Value]:
-    """The values of TAPS, and "residual": the stream [T, hidden] behind the layer."""
+    """The values of TAPS, and "residual": the stream [T, hidden] behind the layer.
+
+    `own_input`: [T, layer_inputs] of models whose layers have inputs of their own.
+    """
     at, norms = f"layers.{layer}.", spec.norms(layer)
     first, second = at + "attention.norm", at + "mlp.norm"
     x, norm = _normed(build, spec, residual, first if first in norms else "")
@@ -74,6 +84,11 @@ def add_layer(
     else:
         gated = _activated(build, spec, y, norm, layer)
         values = {"gated": gated, "residual": _add(build, spec, gated, at + "mlp.down", middle)}
+    if own_input is not None:
+        values |= _take_in(build, spec, values["residual"], own_input, layer)
+    if spec.layer_scales:
+        scale = build.vector(at + "scale.values")
+        values["residual"] = build.op("Mul", [values["residual"], scale], name=path(at + "scaled"))
     return {"attention_in": x, "qkv": qkv, "attended": attended, "mlp_in": y, **values}
 
 
@@ -86,6 +101,7 @@ def tap_widths(spec: ModelSpec, layer: int) -> dict[str, int]:
         "attended": spec.query_size(layer),
         "mlp_in": spec.hidden_size,
         "gated": inner,
+        **({"inputs_in": spec.hidden_size, "inputs_gated": spec.layer_inputs} if spec.layer_inputs else {}),
     }
 
 
@@ -125,6 +141,17 @@ def _activated(build: GraphBuilder, spec: ModelSpec, x: ir.Value, norm: str, lay
 def _activation(build: GraphBuilder, spec: ModelSpec, module: str) -> dict[str, str | float]:
     parameters = build.weights.linears[module].activation_parameters or spec.mlp.activation_parameters
     return Activation(spec.mlp.activation, parameters).attributes()
+
+
+def _take_in(
+    build: GraphBuilder, spec: ModelSpec, x: ir.Value, own_input: ir.Value, layer: int
+) -> dict[str, ir.Value]:
+    """x + norm(W₂ · (act(W₁ · x) · own_input)): Gemma 3n's per-layer embeddings."""
+    at = f"layers.{layer}.inputs."
+    activation = Activation(spec.mlp.activation).attributes()
+    gate = build.linear(x, at + "gate", more=activation)
+    gated = build.op("Mul", [gate, own_input], name=path(at + "gated"))
+    return {"inputs_in": x, "inputs_gated": gated, "residual": _add(build, spec, gated, at + "projection", x)}
 
 
 def _experts(
@@ -170,12 +197,13 @@ def _attention(
     kind, group, attention = spec.layers[layer], spec.group_of(layer), spec.attention
     rows: list[int | str] = [f"blocks_{group}", cache.block_size, kind.num_kv_heads]
     dtype = _CACHE_DTYPES[cache.type]
+    owner = kind.cache_of if kind.shares_cache else layer
     caches = [
-        build.input(f"{name}_cache.{layer}", dtype, [*rows, kind.head_dim]) for name in ("key", "value")
+        build.cache(f"{name}_cache.{owner}", dtype, [*rows, kind.head_dim]) for name in ("key", "value")
     ]
     scales: list[ir.Value] = []
     if cache_type(cache.type).bytes_per_scale:
-        scales = [build.input(f"{name}_scale_cache.{layer}", "FLOAT", rows) for name in ("key", "value")]
+        scales = [build.cache(f"{name}_scale_cache.{owner}", "FLOAT", rows) for name in ("key", "value")]
     optional_scales: list[ir.Value | None] = [*scales] or [None, None]
     rotation: tuple[ir.Value | None, ...] = step.rotations[kind.rope] if kind.rope >= 0 else (None, None)
     inputs = [
@@ -206,10 +234,11 @@ def _attention(
         attributes["norm_epsilon"] = spec.norm.epsilon
     if attention.norm_after_rotation:
         attributes["norm_after_rotation"] = 1
-    if attention.norm_values:
+    if attention.norm_values and not kind.shares_cache:
         attributes["norm_values"] = 1
     name = f"/layers.{layer}/attention/paged"
-    return build.attention(inputs, [*caches, *scales], name=name, **attributes)
+    written = [] if kind.shares_cache else [*caches, *scales]
+    return build.attention(inputs, written, name=name, **attributes)
 
 
 def _queries(
@@ -250,7 +279,8 @@ def _extras(build: GraphBuilder, spec: ModelSpec, layer: int) -> list[ir.Value |
     if attention.norm == "head":
         ones = not attention.norm_weight
         names = ["head_norm.ones"] * 2 if ones else [f"{at}q_norm.weight", f"{at}k_norm.weight"]
-        found[:2] = [build.vector(name) for name in names]
+        shares = spec.layers[layer].shares_cache  # such keys are normed already
+        found[:2] = [build.vector(name) for name in names[: 1 if shares else 2]] + [None] * shares
     if attention.sinks:
         found[2] = build.vector(at + "sinks.values")
     while found and found[-1] is None:

@@ -10,6 +10,7 @@ from pagelet.exporter.weights import (
     StoredWeights,
     WeightsFile,
     WeightsWriter,
+    layer_input_units,
     layer_units,
     layer_vectors,
     norm_vectors,
@@ -38,6 +39,8 @@ def write_weights(job: Job, formats: Formats, quantizer: Quantizer) -> StoredWei
             on_progress(0, total, "embedding")
             writer.tables(spec)
             writer.linear("embedding", ("embedding",), formats.of("embedding"), quantizer.table("embedding"))
+            for module, roles in layer_input_units(spec):
+                writer.linear(module, roles, formats.of(module), quantizer.table(module))
             file.flush()
             quantizer.start(written)
         first = progress.layers if progress else 0

@@ -13,6 +13,7 @@ from pagelet.exporter.weights import (
     WEIGHTS_NAME,
     WeightsFile,
     WeightsWriter,
+    layer_input_units,
     layer_units,
     layer_vectors,
     norm_vectors,
@@ -42,7 +43,7 @@ class Original:
         self._home = tempfile.TemporaryDirectory(prefix=ORIGINAL_PREFIX, dir=inside)
 
     def embedding(self, rounded: Mapping[str, Rounded] | None = None) -> Part:
-        units = [("embedding", ("embedding",))]
+        units = [("embedding", ("embedding",)), *layer_input_units(self._spec)]
         return self._part(units, [], rounded or {}, positions=True)
 
     def layer(self, layer: int, rounded: Mapping[str, Rounded] | None = None) -> Part:
@@ -75,6 +76,7 @@ class Original:
             writer.ones(self._spec)
             if positions:
                 writer.position_table(self._spec)
+                writer.layer_inputs(self._spec)
             if rope:
                 writer.rope_tables(self._spec)
                 writer.temperature(self._spec)

@@ -112,7 +112,8 @@ def layer_units(spec: ModelSpec, layer: int) -> Iterator[tuple[str, tuple[str, .
     All experts of a layer stand in one matrix, one after another.
     """
     at = f"layers.{layer}."
-    yield at + "attention.qkv", tuple(at + "attention." + part for part in "qkv")
+    own = "q" if spec.layers[layer].shares_cache else "qkv"
+    yield at + "attention.qkv", tuple(at + "attention." + part for part in own)
     yield at + "attention.o", (at + "attention.o",)
     if spec.layers[layer].experts and spec.experts:
         expert = [f"{at}mlp.experts.{number}." for number in range(spec.experts.count)]
@@ -125,6 +126,16 @@ def layer_units(spec: ModelSpec, layer: int) -> Iterator[tuple[str, tuple[str, .
         else:
             yield at + "mlp.up", (at + "mlp.up",)
         yield at + "mlp.down", (at + "mlp.down",)
+    if spec.layer_inputs:
+        yield at + "inputs.gate", (at + "inputs.gate",)
+        yield at + "inputs.projection", (at + "inputs.projection",)
+
+
+def layer_input_units(spec: ModelSpec) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Those that make the layers' own inputs."""
+    if spec.layer_inputs:
+        yield "layer_inputs.table", ("layer_inputs.table",)
+        yield "layer_inputs.projection", ("layer_inputs.projection",)
 
 
 def is_routed(module: str) -> bool:
@@ -138,6 +149,7 @@ def linear_units(spec: ModelSpec) -> Iterator[tuple[str, tuple[str, ...]]]:
     The embedding table counts as one: tied to the head, it is the head's weight.
     """
     yield "embedding", ("embedding",)
+    yield from layer_input_units(spec)
     for layer in range(spec.num_layers):
         yield from layer_units(spec, layer)
     if not spec.tie_embeddings:
@@ -237,6 +249,7 @@ class WeightsWriter:
         self.position_table(spec)
         self.ones(spec)
         self.temperature(spec)
+        self.layer_inputs(spec)
 
     def ones(self, spec: ModelSpec) -> None:
         """The weight of norms that have none."""
@@ -267,6 +280,11 @@ class WeightsWriter:
         if spec.position_table:
             table = read_finite(self._checkpoint, "positions.weight", 0, spec.max_context)
             self.stored.vectors["positions.weight"] = self._vector("positions.weight", table)
+
+    def layer_inputs(self, spec: ModelSpec) -> None:
+        """The norm of the layers' own inputs."""
+        if spec.layer_inputs:
+            self.vector("layer_inputs.norm.weight")
 
     def temperature(self, spec: ModelSpec) -> None:
         """What queries are scaled by, position by position."""

@@ -12,6 +12,7 @@ from typing import Any
 from pagelet.models.errors import UnsupportedError
 from pagelet.models.names import (
     APERTUS,
+    GEMMA4,
     GPT2,
     GPT_NEOX,
     GPT_OSS,
@@ -32,6 +33,10 @@ _WINDOWS = ("sliding_window", "layer_types")
 _QWEN_WINDOWS = (*_WINDOWS, "use_sliding_window", "max_window_layers")
 _GEMMA = (*_WINDOWS, "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
           "attention_bias", "use_bidirectional_attention")  # fmt: skip
+_GEMMA4_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+}
 # Of layers that a dense Granite 4 does not have.
 _UNUSED_MAMBA = (
     "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv", "mamba_expand",
@@ -123,6 +128,21 @@ ARCHITECTURES = (
                 "head_dim": 256, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
         activations=("gelu_pytorch_tanh",), block="sandwich", norm_offset=1.0, full_every=6,
         scaled_embedding=True, attention=_HEAD_NORM, gguf_name="gemma3",
+    ),
+    Architecture(
+        "gemma4", ("Gemma4ForCausalLM",), GEMMA4,
+        reads=(*_WINDOWS, "final_logit_softcapping", "attention_bias", "use_bidirectional_attention",
+               "global_head_dim", "per_layer_config", "num_global_key_value_heads", "attention_k_eq_v",
+               "num_kv_shared_layers", "use_double_wide_mlp", "enable_moe_block",
+               "hidden_size_per_layer_input", "vocab_size_per_layer_input"),
+        keys={"hidden_act": "hidden_activation"},
+        values={"tie_word_embeddings": True, "sliding_window": 512, "head_dim": 256, "global_head_dim": 512,
+                "attention_multiplier": 1.0, "hidden_size_per_layer_input": 256,
+                "rope_parameters": _GEMMA4_ROPE},
+        # Layers that share a cache may still have the weights of their own.
+        ignored=("self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.k_norm.weight"),
+        activations=("gelu_pytorch_tanh",), block="sandwich", full_every=6, scaled_embedding=True,
+        attention={"norm": "head", "norm_values": True}, model={"layer_scales": True},
     ),
     Architecture(
         "phi3", ("Phi3ForCausalLM",), PHI3,

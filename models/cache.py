@@ -55,6 +55,8 @@ def group_bytes_per_token(spec: ModelSpec, type_name: str) -> tuple[int, ...]:
     row = cache_type(type_name)
     sizes = [0] * len(spec.window_groups)
     for index, layer in enumerate(spec.layers):
+        if layer.shares_cache:
+            continue
         head_bytes = layer.head_dim * row.bytes_per_value + row.bytes_per_scale
         sizes[spec.group_of(index)] += 2 * layer.num_kv_heads * head_bytes
     return tuple(sizes)

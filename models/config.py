@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pagelet.models.architectures import Architecture, architecture_of_hf
-from pagelet.models.config_layers import layer_rotations, layer_windows
+from pagelet.models.config_layers import cache_owners, layer_heads, layer_rotations, layer_windows
 from pagelet.models.errors import CheckpointError, UnsupportedError
 from pagelet.models.spec import (
     AttentionSpec,
@@ -33,7 +33,7 @@ _HARMLESS = (
     "dtype", "embd_pdrop", "eod_token_id", "eos_token_id", "finetuning_task", "hidden_dropout",
     "hidden_dropout_prob", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder",
     "is_llama_config", "label2id", "layer_group_size", "mlp_dropout", "model_type", "output_attentions",
-    "output_hidden_states", "output_router_logits", "pad_token_id", "per_layer_config", "prefix",
+    "output_hidden_states", "output_router_logits", "pad_token_id", "prefix",
     "problem_type", "pruned_heads", "reorder_and_upcast_attn", "resid_pdrop", "residual_dropout",
     "return_dict", "return_dict_in_generate", "router_aux_loss_coef", "router_jitter_noise",
     "sep_token_id", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
@@ -46,10 +46,11 @@ _ACTIVATIONS = {
     "silu": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu",
     "relu2": "relu2", "xielu": "xielu",
 }  # fmt: skip
-# Keys of some rows that may only have the value that is built.
+# Keys of some rows that may only have a value that is built ("vision": of images, which are not read).
 _ONLY = {
-    "use_bidirectional_attention": False, "qk_layernorm": False, "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False, "swiglu_alpha": 1.702, "pretraining_tp": 1,
+    "use_bidirectional_attention": (False, "vision"), "qk_layernorm": (False,),
+    "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,), "swiglu_alpha": (1.702,),
+    "pretraining_tp": (1,), "attention_k_eq_v": (False,), "enable_moe_block": (False,),
 }  # fmt: skip
 
 
@@ -71,8 +72,9 @@ class Config:
                     f"{WHERE} has {key!r} = {value!r:.80}, which is not known of {self.row.name}: "
                     "what it changes would be lost. If it changes nothing in the model, remove it there."
                 )
-            if key in _ONLY and value not in (None, _ONLY[key]):
-                raise UnsupportedError(f"{WHERE}: {key!r} is {value!r:.80}; known is {_ONLY[key]!r} only.")
+            if key in _ONLY and value is not None and value not in _ONLY[key]:
+                known_values = " or ".join(map(repr, _ONLY[key]))
+                raise UnsupportedError(f"{WHERE}: {key!r} is {value!r:.80}; known is {known_values} only.")
 
     def number(self, key: str, default: int | None = None) -> int:
         """A whole number."""
@@ -109,7 +111,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     max_context = read.number("max_position_embeddings")
     check_limits(num_heads=heads, hidden_size=hidden, head_dim=head_dim, max_context=max_context)
     experts = _experts(read)
-    model = dict(row.model)
+    model = {**row.model, **_layer_inputs(read)}
     if row.scaled_embedding:
         model["embedding_scale"] = hidden**0.5
     layers, ropes = _layers(read, heads, head_dim, experts)
@@ -139,13 +141,27 @@ def _layers(
     )
     check_limits(num_layers=count)
     windows = layer_windows(read.data, read.row, count)
-    ropes, rotations = layer_rotations(read.data, read.row, head_dim, windows)
-    mixed = _expert_layers(read, count) if experts else [False] * count
     kv_heads = read.number("num_key_value_heads", heads)
+    sizes = layer_heads(read.data, windows, kv_heads, head_dim)
+    ropes, rotations = layer_rotations(read.data, read.row, [size for _, size in sizes], windows)
+    mixed = _expert_layers(read, count) if experts else [False] * count
+    owners = cache_owners(windows, read.number("num_kv_shared_layers", 0))
+    wide = 2 if read.flag("use_double_wide_mlp") else 1
     return tuple(
-        LayerSpec(kv_heads, head_dim, inner, window, rope, mixture)
-        for window, rope, mixture in zip(windows, rotations, mixed, strict=True)
+        LayerSpec(*size, inner * wide if owner >= 0 else inner, window, rope, mixture, owner)
+        for size, window, rope, mixture, owner in zip(sizes, windows, rotations, mixed, owners, strict=True)
     ), ropes
+
+
+def _layer_inputs(read: Config) -> dict[str, int]:
+    """Of Gemma 3n and 4: their table must have a row for each token."""
+    size = read.number("hidden_size_per_layer_input", 0)
+    rows, vocabulary = read.number("vocab_size_per_layer_input", 0), read.number("vocab_size")
+    if size and rows not in (0, vocabulary):
+        raise UnsupportedError(
+            f"{WHERE}: 'vocab_size_per_layer_input' is {rows}; known is that of all {vocabulary} tokens only."
+        )
+    return {"layer_inputs": size} if size else {}
 
 
 def _attention(read: Config, heads: int, head_dim: int) -> AttentionSpec:

@@ -8,6 +8,7 @@ from pagelet.models.architectures import Architecture
 from pagelet.models.errors import CheckpointError, UnsupportedError
 from pagelet.models.rope import RopeSpec
 from pagelet.models.rope_config import rope_from_section, rope_section
+from pagelet.models.strict import reject_unknown, require
 
 _WHERE = "config.json"
 _KINDS = ("sliding_attention", "full_attention")
@@ -63,8 +64,51 @@ def _pattern(config: Mapping[str, Any], row: Architecture) -> int:
     return value
 
 
+def layer_heads(
+    config: Mapping[str, Any], windows: Sequence[int], kv_heads: int, head_dim: int
+) -> list[tuple[int, int]]:
+    """(KV heads, head size) of each layer; in some families those of full attention have their own.
+
+    Raises:
+        UnsupportedError: something else differs from layer to layer.
+        CheckpointError: a value makes no sense.
+    """
+    own = {"num_key_value_heads": kv_heads, "head_dim": head_dim}
+    if "per_layer_config" not in config:
+        wide = {**own, "head_dim": config.get("global_head_dim", head_dim)}
+        layers = [own if window else wide for window in windows]
+    else:
+        table = require(dict(config), "per_layer_config", dict, _WHERE, CheckpointError)
+        layers = [{**own, **table.get(str(layer), {})} for layer in range(len(windows))]
+    for layer in layers:
+        reject_unknown(layer, own, f"{_WHERE}: per_layer_config", UnsupportedError)
+    return [
+        (require(layer, "num_key_value_heads", int, _WHERE, CheckpointError),
+         require(layer, "head_dim", int, _WHERE, CheckpointError))
+        for layer in layers
+    ]
+
+
+def cache_owners(windows: Sequence[int], shared: int) -> list[int]:
+    """Whose keys and values each layer reads; -1: its own.
+
+    The last `shared` layers read those of the last layer before them with the same kind of attention.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    first = len(windows) - shared
+    owners = [-1] * len(windows)
+    for layer in range(max(first, 0), len(windows)):
+        alike = [other for other in range(first) if windows[other] == windows[layer]]
+        if not alike:
+            raise CheckpointError(f"{_WHERE}: layer {layer} has no layer before {first} to share keys with.")
+        owners[layer] = alike[-1]
+    return owners
+
+
 def layer_rotations(
-    config: Mapping[str, Any], row: Architecture, head_dim: int, windows: Sequence[int]
+    config: Mapping[str, Any], row: Architecture, head_dims: Sequence[int], windows: Sequence[int]
 ) -> tuple[tuple[RopeSpec, ...], tuple[int, ...]]:
     """The distinct rotations, and each layer's among them; -1: none.
 
@@ -77,11 +121,13 @@ def layer_rotations(
     positions = config["max_position_embeddings"]
     extra = ("llama_4_scaling_beta",) if row.name == "ministral3" else ()
     section = rope_section(config)
-    by_kind = {
-        kind: replace(rope_from_section(part, head_dim, positions, extra), **row.rope)
-        for kind, part in _sections(config, row, section).items()
-    }
     kinds = [_KINDS[window == 0] for window in windows]
+    sizes = dict(zip(kinds, head_dims, strict=True))  # layers of a kind have heads of one size
+    by_kind = {
+        kind: replace(rope_from_section(part, sizes[kind], positions, extra), **row.rope)
+        for kind, part in _sections(config, row, section).items()
+        if kind in sizes
+    }
     ropes = tuple(dict.fromkeys(by_kind[kind] for kind in _KINDS if kind in kinds))
     rotated = _rotated(config, row, windows)
     return ropes, tuple(

@@ -64,6 +64,16 @@ SANDWICH: Names = {
     **POST_NORMS,
     "mlp.norm": _AT + "pre_feedforward_layernorm",
 }
+GEMMA4: Names = {
+    **SANDWICH,
+    "layer_inputs.table": "model.embed_tokens_per_layer",
+    "layer_inputs.projection": "model.per_layer_model_projection",
+    "layer_inputs.norm": "model.per_layer_projection_norm",
+    "inputs.gate": _AT + "per_layer_input_gate",
+    "inputs.projection": _AT + "per_layer_projection",
+    "inputs.post_norm": _AT + "post_per_layer_input_norm",
+    "scale": _AT + "layer_scalar",
+}
 HUNYUAN: Names = {
     **LLAMA,
     "attention.q_norm": _AT + "self_attn.query_layernorm",

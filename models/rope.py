@@ -35,6 +35,7 @@ class RopeSpec:
         beta_fast, beta_slow: rotations over the original context beyond which "yarn" keeps a frequency, and
             below which it stretches it (Peng et al. 2023, YaRN).
         truncate: these bounds become whole pairs.
+        turning_pairs: of "proportional", how many pairs turn, the first ones; the others stay (Gemma 4).
         backwards: the angles are negative (nanochat).
     """
 
@@ -51,6 +52,7 @@ class RopeSpec:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    turning_pairs: int = 0
     backwards: bool = False
 
     def __post_init__(self) -> None:
@@ -142,12 +144,18 @@ def _factors(inverse: FloatArray, rope: RopeSpec) -> FloatArray:
     return scaled
 
 
+def _proportional(inverse: FloatArray, rope: RopeSpec) -> FloatArray:
+    turns = np.arange(len(inverse)) < rope.turning_pairs
+    return np.where(turns, inverse / np.float32(rope.factor), np.float32(0))
+
+
 _SCALINGS = {
     "none": _unscaled,
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
     "factors": _factors,
+    "proportional": _proportional,
 }
 _UNSETTLED = ("longrope", "dynamic")
 _STRETCHING = ("linear", "yarn", "longrope", "dynamic")

@@ -22,7 +22,7 @@ _KEYS = {
     "yarn": _YARN,
     "longrope": ("short_factor", "long_factor", "factor", "attention_factor",
                  "original_max_position_embeddings", "short_mscale", "long_mscale"),
-    "proportional": (),
+    "proportional": ("factor",),
 }  # fmt: skip
 
 
@@ -62,7 +62,8 @@ def rope_from_section(
     partial = _number(values, "partial_rotary_factor", 1.0)
     if partial > 1:
         raise CheckpointError(f"{_WHERE}: 'partial_rotary_factor' is {partial}; expected at most 1.")
-    base = RopeSpec(theta=_number(values, "rope_theta", 10000.0), rotary_dim=int(head_dim * partial))
+    rotary_dim = head_dim if kind == "proportional" else int(head_dim * partial)
+    base = RopeSpec(theta=_number(values, "rope_theta", 10000.0), rotary_dim=rotary_dim)
     return _READERS[kind](base, values, max_positions)
 
 
@@ -139,7 +140,11 @@ def _longrope(base: RopeSpec, values: Mapping[str, Any], max_positions: int) -> 
 
 
 def _proportional(base: RopeSpec, values: Mapping[str, Any], max_positions: int) -> RopeSpec:
-    raise UnsupportedError(f"{_WHERE}: rope type 'proportional' is known of Gemma 4 only.")
+    """Frequencies as of whole heads, of which only a part turns."""
+    turning = int(_number(values, "partial_rotary_factor", 1.0) * base.rotary_dim) // 2
+    return replace(
+        base, scaling="proportional", turning_pairs=turning, factor=_number(values, "factor", 1.0)
+    )
 
 
 _READERS = {

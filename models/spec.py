@@ -18,6 +18,7 @@ LIMITS = {
     "head_dim": 1_024,
     "max_context": 16_777_216,
     "num_experts": 1_024,
+    "layer_inputs": 8_192,
 }
 BLOCKS = ("pre", "post", "sandwich", "parallel", "parallel_norms")
 NORM_TYPES = ("rms", "layer")
@@ -185,6 +186,8 @@ class ModelSpec:
         _check_name("block", self.block, BLOCKS)
         _check_name("norm type", self.norm.type, NORM_TYPES)
         _check_name("attention norm", self.attention.norm, ("", "head", "row"))
+        if self.layer_inputs:
+            check_limits(layer_inputs=self.layer_inputs)
         if any(layer.experts for layer in self.layers):
             self._check_experts()
 
@@ -229,6 +232,11 @@ class ModelSpec:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @cached_property
+    def cache_owners(self) -> tuple[int, ...]:
+        """The layers that have keys and values of their own."""
+        return tuple(index for index, layer in enumerate(self.layers) if not layer.shares_cache)
 
     @property
     def num_heads(self) -> int:

@@ -18,11 +18,15 @@ def weight_shapes(spec: ModelSpec) -> Shapes:
     yield "embedding.weight", (spec.vocab_size, hidden)
     if spec.position_table:
         yield "positions.weight", (spec.max_context, hidden)
+    yield from _layer_inputs(spec)
     for layer in range(spec.num_layers):
         for norm in spec.norms(layer):
             yield from _norm(spec, norm)
         yield from _attention(spec, layer)
         yield from _experts(spec, layer) if spec.layers[layer].experts else _mlp(spec, layer)
+        yield from _layer_input(spec, layer)
+        if spec.layer_scales:
+            yield f"layers.{layer}.scale.values", (1,)
     yield from _norm(spec, "final_norm")
     if not spec.tie_embeddings:
         yield "head.weight", (spec.vocab_size, hidden)
@@ -31,15 +35,38 @@ def weight_shapes(spec: ModelSpec) -> Shapes:
 def _attention(spec: ModelSpec, layer: int) -> Shapes:
     at, attention = f"layers.{layer}.attention.", spec.attention
     queries, keys = spec.query_size(layer), spec.kv_size(layer)
+    own = not spec.layers[layer].shares_cache
     for name, size in (("q", queries), ("k", keys), ("v", keys)):
-        yield from _linear(at + name, size, spec.hidden_size, attention.bias)
+        if own or name == "q":
+            yield from _linear(at + name, size, spec.hidden_size, attention.bias)
     yield from _linear(at + "o", spec.hidden_size, queries, attention.output_bias)
     if attention.norm and attention.norm_weight:
         whole = attention.norm == "row"
         for name, size in (("q_norm", queries), ("k_norm", keys)):
-            yield f"{at}{name}.weight", (size if whole else spec.layers[layer].head_dim,)
+            if own or name == "q_norm":
+                yield f"{at}{name}.weight", (size if whole else spec.layers[layer].head_dim,)
     if attention.sinks:
         yield at + "sinks.values", (attention.num_heads,)
+
+
+def _layer_inputs(spec: ModelSpec) -> Shapes:
+    """What makes the vectors that each token has for each layer; those of all layers stand side by side."""
+    if not spec.layer_inputs:
+        return
+    together = spec.num_layers * spec.layer_inputs
+    yield "layer_inputs.table.weight", (spec.vocab_size, together)
+    yield "layer_inputs.projection.weight", (together, spec.hidden_size)
+    yield "layer_inputs.norm.weight", (spec.layer_inputs,)
+
+
+def _layer_input(spec: ModelSpec, layer: int) -> Shapes:
+    """What a layer does with its own."""
+    if not spec.layer_inputs:
+        return
+    at = f"layers.{layer}.inputs."
+    yield at + "gate.weight", (spec.layer_inputs, spec.hidden_size)
+    yield at + "projection.weight", (spec.hidden_size, spec.layer_inputs)
+    yield at + "post_norm.weight", (spec.hidden_size,)
 
 
 def _mlp(spec: ModelSpec, layer: int) -> Shapes:

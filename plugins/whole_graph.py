@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,20 +29,20 @@ class CacheArrays:
     """The caches of a graph: `type` is one of "f32", "f16", "int8", "fp8"; a block has `block_size` tokens.
 
     Attributes:
-        heads: (KV heads, head size) of each layer.
+        heads: (KV heads, head size) of each layer that has keys of its own.
         num_groups: groups of layers with the same window, each of which has a block table.
     """
 
     type: str
     block_size: int
-    heads: tuple[tuple[int, int], ...]
+    heads: Mapping[int, tuple[int, int]]
     num_groups: int
 
     def allocate(self, length: int) -> dict[str, tuple[NDArray[Any], int]]:
         """Empty caches for one text of `length` tokens: graph input to array and element type."""
         dtype, element = _ELEMENTS[self.type]
         arrays: dict[str, tuple[NDArray[Any], int]] = {}
-        for layer, (num_kv_heads, head_dim) in enumerate(self.heads):
+        for layer, (num_kv_heads, head_dim) in self.heads.items():
             shape = (-(-length // self.block_size), self.block_size, num_kv_heads)
             for kind in ("key", "value"):
                 arrays[f"{kind}_cache.{layer}"] = np.zeros((*shape, head_dim), dtype), element

@@ -167,7 +167,7 @@ def _open(graph: Path, manifest: Manifest, threads: int) -> WholeGraph:
     caches = CacheArrays(
         manifest.cache_type,
         manifest.block_size,
-        tuple((layer.num_kv_heads, layer.head_dim) for layer in spec.layers),
+        {i: (spec.layers[i].num_kv_heads, spec.layers[i].head_dim) for i in spec.cache_owners},
         len(spec.window_groups),
     )
     try:

@@ -81,7 +81,7 @@ def replay_here(
     shape = CacheArrays(
         cache.type,
         cache.block_size,
-        tuple((layer.num_kv_heads, layer.head_dim) for layer in spec.layers),
+        {i: (spec.layers[i].num_kv_heads, spec.layers[i].head_dim) for i in spec.cache_owners},
         len(spec.window_groups),
     )
     model = WholeGraph(graph, shape, point_values(spec.num_layers), threads=threads)

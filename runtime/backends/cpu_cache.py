@@ -55,7 +55,7 @@ def cache_names(spec: ModelSpec, type_name: str) -> Iterator[tuple[str, str, int
     kinds = ["key_cache", "value_cache"]
     if cache_type(type_name).bytes_per_scale:
         kinds += ["key_scale_cache", "value_scale_cache"]
-    for layer in range(spec.num_layers):
+    for layer in spec.cache_owners:
         for kind in kinds:
             yield f"{kind}.{layer}", f"{kind}_out.{layer}", layer
 
@@ -94,8 +94,8 @@ class CpuCache:
         Raises:
             CapacityError: more blocks than a block table can number.
         """
-        layers = [spec.group_of(layer) for layer in range(spec.num_layers)]
-        self.strides = [2 * layers.count(group) for group in range(len(layout.groups))]
+        layers = {layer: spec.group_of(layer) for layer in spec.cache_owners}
+        self.strides = [2 * [*layers.values()].count(group) for group in range(len(layout.groups))]
         self.arrays: list[CacheArray] = []
         self._block_size = layout.block_size
         self._regions: dict[tuple[int, bool], Array] = {}

@@ -23,6 +23,9 @@ def make_family(tmp_path: Path, byte_tokenizer: Callable[[Path], None]) -> MakeF
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
         for name, parameter in model.named_parameters():
             _shake(name, parameter)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.fill_(0.8)
         folder = tmp_path / "checkpoint"
         model.save_pretrained(folder)
         byte_tokenizer(folder)

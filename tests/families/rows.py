@@ -43,6 +43,15 @@ ROWS = {
                              "attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0}),
     "gemma3": Row("Gemma3Text", {"head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 24,
                                  "num_hidden_layers": 6}),
+    "gemma4": Row("Gemma4Text", {
+        "head_dim": 16, "global_head_dim": 32, "sliding_window": WINDOW, "layer_types": _HALF * 2,
+        "num_hidden_layers": 8, "num_kv_shared_layers": 4, "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 320, "final_logit_softcapping": 10.0,
+    }),
+    "gemma4 own caches": Row("Gemma4Text", {
+        "head_dim": 16, "global_head_dim": 16, "sliding_window": WINDOW, "layer_types": _HALF,
+        "hidden_size_per_layer_input": 0,
+    }),
     "phi3": Row("Phi3", {"sliding_window": WINDOW}),
     "phi3 longrope, short": Row("Phi3", {"rope_parameters": LONGROPE}, max_context=64),
     "phi3 longrope, long": Row("Phi3", {"rope_parameters": LONGROPE}),
