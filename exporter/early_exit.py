@@ -29,7 +29,9 @@ def exit_after(checkpoint: Checkpoint, spec: ModelSpec, num_layers: int) -> Mode
             f"layers is {num_layers}; the model has {spec.num_layers}, expected 1 to {spec.num_layers - 1}."
         )
     if spec.layer_inputs:
-        raise InputError("this model's layers have inputs of their own, made for all of them: it has no exit.")
+        raise InputError(
+            "this model's layers have inputs of their own, made for all of them: it has no exit."
+        )
     norm = _exit_tensor(checkpoint.tensors, f"early_exit.{num_layers}.norm.weight", (spec.hidden_size,))
     if norm:
         checkpoint.use("final_norm.weight", norm)

@@ -57,8 +57,9 @@ def choose_formats(options: ExportOptions, checkpoint: Checkpoint) -> Formats:
 
 def _own_fp8_groups(checkpoint: Checkpoint) -> int:
     """Inputs per scale of an FP8 checkpoint, so that its numbers pass through; 0 where that cannot be."""
-    rows = checkpoint.read_fp8("layers.0.attention.o.weight", 0, 1)
-    size = rows.group_size if rows else 0
+    first = [role for role in checkpoint.weights if role.startswith("layers.0.") and role.endswith(".weight")]
+    found = [rows.group_size for role in first if (rows := checkpoint.read_fp8(role, 0, 1))]
+    size = max(found, default=0)  # one scale for all fits in any group
     widths = [info.shape[1] for info in checkpoint.weights.values() if len(info.shape) == 2]
     return size if size in GROUP_SIZES and all(width % size == 0 for width in widths) else 0
 

@@ -50,8 +50,10 @@ def build_embedding_graph(spec: ModelSpec, weights: StoredWeights, folder: Path)
     ids, positions = (build.input(name, "INT64", ["T"]) for name in ("input_ids", "position_ids"))
     residual = _embedding(build, spec, ids, positions)
     inputs = _layer_inputs(build, spec, ids, residual)
-    outputs = {f"layer_input.{layer}": (value, ["T", spec.layer_inputs]) for layer, value in enumerate(inputs)}
-    return build.model({"residual": (residual, ["T", spec.hidden_size]), **outputs})
+    outputs: dict[str, tuple[ir.Value, list[int | str]]] = {"residual": (residual, ["T", spec.hidden_size])}
+    for layer, value in enumerate(inputs):
+        outputs[f"layer_input.{layer}"] = value, ["T", spec.layer_inputs]
+    return build.model(outputs)
 
 
 def build_layer_graph(
@@ -67,7 +69,9 @@ def build_layer_graph(
     build = GraphBuilder(spec, weights, folder)
     step = Step.inputs(build, spec)
     residual = build.input("residual_in", "FLOAT", ["T", spec.hidden_size])
-    own = build.input(f"layer_input.{layer}", "FLOAT", ["T", spec.layer_inputs]) if spec.layer_inputs else None
+    own = None
+    if spec.layer_inputs:
+        own = build.input(f"layer_input.{layer}", "FLOAT", ["T", spec.layer_inputs])
     values = add_layer(build, spec, residual, step, layer, cache, own)
     widths = {**tap_widths(spec, layer), "residual": spec.hidden_size}
     return build.model(
@@ -98,9 +102,7 @@ def _embedding(build: GraphBuilder, spec: ModelSpec, ids: ir.Value, positions: i
     return rows
 
 
-def _layer_inputs(
-    build: GraphBuilder, spec: ModelSpec, ids: ir.Value, residual: ir.Value
-) -> list[ir.Value]:
+def _layer_inputs(build: GraphBuilder, spec: ModelSpec, ids: ir.Value, residual: ir.Value) -> list[ir.Value]:
     """Each layer's own [T, layer_inputs]: (norm(W · residual / √hidden) + √layer_inputs · row) / √2."""
     if not spec.layer_inputs:
         return []

@@ -1,7 +1,7 @@
 """Running a model one layer at a time: the graph's own nodes, and no more than one layer's weights in memory.
 
-Calibration, sensitivity and the certificate all run so. What is carried from layer to layer is the residual
-stream of all texts, float32 [tokens, hidden].
+Calibration, sensitivity and the certificate all run so. A `Stream` is carried from layer to layer: the
+residual stream of all texts, and what few families have beside it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +21,7 @@ from pagelet.exporter.graph import (
     build_head_graph,
     build_layer_graph,
 )
+from pagelet.exporter.stream import Float32, Stream
 from pagelet.exporter.weights import StoredWeights
 from pagelet.models.spec import ModelSpec
 from pagelet.plugins.session import open_session
@@ -28,7 +29,6 @@ from pagelet.plugins.session import open_session
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession
 
-Float32 = NDArray[np.float32]
 Taps = Mapping[str, Float32]
 OnTaps = Callable[[Taps, Sequence[int]], None]
 
@@ -92,42 +92,48 @@ class Layerwise:
         self._cache = cache
         self._threads = threads
 
-    def embed(self, part: Part) -> Float32:
-        """The residual stream before the first layer."""
+    def embed(self, part: Part) -> Stream:
+        """The stream before the first layer."""
         session = self._open(build_embedding_graph(part.spec, part.weights, part.folder), part)
-        out: Float32 = np.empty((len(self.texts), part.spec.hidden_size), np.float32)
+        names = [value.name for value in session.get_outputs()]
+        known = [each.name for each in session.get_inputs()]
+        pieces = []
         for rows, _ in self.texts.batches():
             feeds = {"input_ids": self.texts.token_ids[rows], "position_ids": self.texts.positions[rows]}
-            known = {each.name for each in session.get_inputs()}
-            out[rows] = session.run(["residual"], {name: feeds[name] for name in known})[0]
-        return out
+            values = session.run(names, {name: feeds[name] for name in known})
+            found = dict(zip(names, values, strict=True))
+            pieces.append(Stream(found.pop("residual"), found))
+        return Stream.joined(pieces)
 
-    def layer(self, part: Part, layer: int, residual: Float32, on_taps: OnTaps | None = None) -> Float32:
-        """The residual stream behind a layer, given the one before it.
+    def layer(self, part: Part, layer: int, stream: Stream, on_taps: OnTaps | None = None) -> Stream:
+        """The stream behind a layer, given the one before it.
 
         `on_taps` is told of each run's TAPS (`graph_layer`), and its texts' lengths.
         """
         session = self._open(
             build_layer_graph(part.spec, part.weights, layer, self._cache, part.folder), part
         )
-        out = np.empty_like(residual)
+        computed = {value.name for value in session.get_outputs()}
+        names = ["residual", *(name for name in TAPS if on_taps and name in computed)]
+        pieces = []
         for rows, lengths in self.texts.batches():
+            before = stream.take(rows)
             feeds = self._step(part.spec, layer, lengths, self.texts.positions[rows])
-            feeds["residual_in"] = residual[rows]
-            computed = {value.name for value in session.get_outputs()}
-            names = ["residual", *(name for name in TAPS if on_taps and name in computed)]
-            values = dict(zip(names, self._run(session, feeds, names), strict=True))
-            out[rows] = values.pop("residual")
+            caches = self._caches(part.spec, layer, lengths, before)
+            found = self._run(session, feeds | _own(before, layer), caches, names)
+            values = dict(zip(names, found, strict=True))
+            after = Stream(values.pop("residual"), self._handed_on(part.spec, layer, lengths, before, caches))
+            pieces.append(after)
             if on_taps:  # what is no output is the layer's input
-                on_taps({**dict.fromkeys(TAPS, residual[rows]), **values}, lengths)
-        return out
+                on_taps({**dict.fromkeys(TAPS, before.residual), **values}, lengths)
+        return Stream.joined(pieces)
 
-    def logits(self, part: Part, residual: Float32) -> Iterator[tuple[slice, Float32]]:
-        """(rows, logits [rows, vocab]) for all rows of a residual stream behind the last layer."""
+    def logits(self, part: Part, stream: Stream) -> Iterator[tuple[slice, Float32]]:
+        """(rows, logits [rows, vocab]) for all rows of a stream behind the last layer."""
         session = self._open(build_head_graph(part.spec, part.weights, part.folder), part)
-        for start in range(0, len(residual), LOGITS_ROWS):
-            rows = slice(start, min(start + LOGITS_ROWS, len(residual)))
-            yield rows, session.run(["logits"], {"residual_in": residual[rows]})[0]
+        for start in range(0, len(stream), LOGITS_ROWS):
+            rows = slice(start, min(start + LOGITS_ROWS, len(stream)))
+            yield rows, session.run(["logits"], {"residual_in": stream.residual[rows]})[0]
 
     def _open(self, model: ir.Model, part: Part) -> "InferenceSession":
         graph = ir.to_proto(model).SerializeToString()
@@ -137,41 +143,89 @@ class Layerwise:
         self, spec: ModelSpec, layer: int, lengths: Sequence[int], positions: NDArray[np.int64]
     ) -> dict[str, Any]:
         """The inputs of a ragged step in which each sequence begins with an empty context."""
-        size = self._cache.block_size
-        blocks = [-(-length // size) for length in lengths]
+        blocks = self._blocks(lengths)
         table = np.full((len(lengths), max(blocks)), -1, np.int32)
         for row, (first, count) in enumerate(zip(np.cumsum([0, *blocks]), blocks, strict=False)):
             table[row, :count] = np.arange(first, first + count)
-        dtype, element = _CACHE_DTYPES[self._cache.type]
-        kind = spec.layers[layer]
-        shape = (sum(blocks), size, kind.num_kv_heads)
-        caches: dict[str, tuple[NDArray[Any], int]] = {}
-        for name in ("key", "value"):
-            caches[f"{name}_cache.{layer}"] = np.zeros((*shape, kind.head_dim), dtype), element
-            if self._cache.type in ("int8", "fp8"):
-                caches[f"{name}_scale_cache.{layer}"] = np.zeros(shape, np.float32), 1
         return {
             "position_ids": positions,
             "cumulative_sequence_length": np.cumsum([0, *lengths], dtype=np.int32),
             "past_seqlens": np.zeros(len(lengths), np.int32),
             "ancestor_mask": np.empty((0, 0), np.int32),
             **{f"block_table_{group}": table for group in range(len(spec.window_groups))},
-            **caches,
         }
 
-    def _run(self, session: "InferenceSession", feeds: Mapping[str, Any], names: Sequence[str]) -> list[Any]:
-        """Run with the caches bound as input and output of the same memory."""
+    def _blocks(self, lengths: Sequence[int]) -> list[int]:
+        return [-(-length // self._cache.block_size) for length in lengths]
+
+    def _slots(self, lengths: Sequence[int]) -> NDArray[np.intp]:
+        """Of each token in the caches."""
+        firsts = np.cumsum([0, *self._blocks(lengths)]) * self._cache.block_size
+        return np.concatenate(
+            [first + np.arange(length) for first, length in zip(firsts, lengths, strict=False)]
+        )
+
+    def _caches(
+        self, spec: ModelSpec, layer: int, lengths: Sequence[int], before: Stream
+    ) -> dict[str, tuple[NDArray[Any], int]]:
+        """(array, ONNX's element type) of those that the layer writes, or of those that it reads."""
+        dtype, element = _CACHE_DTYPES[self._cache.type]
+        kind = spec.layers[layer]
+        owner = kind.cache_of if kind.shares_cache else layer
+        shape = (sum(self._blocks(lengths)), self._cache.block_size, kind.num_kv_heads)
+        caches: dict[str, tuple[NDArray[Any], int]] = {}
+        for name in ("key", "value"):
+            caches[f"{name}_cache.{owner}"] = np.zeros((*shape, kind.head_dim), dtype), element
+            if self._cache.type in ("int8", "fp8"):
+                caches[f"{name}_scale_cache.{owner}"] = np.zeros(shape, np.float32), 1
+        if kind.shares_cache:
+            for name, (array, _) in caches.items():
+                array.reshape(-1, *array.shape[2:])[self._slots(lengths)] = before.carried[name]
+        return caches
+
+    def _handed_on(
+        self,
+        spec: ModelSpec,
+        layer: int,
+        lengths: Sequence[int],
+        before: Stream,
+        caches: Mapping[str, tuple[NDArray[Any], int]],
+    ) -> dict[str, NDArray[Any]]:
+        """What later layers read beside the residual stream."""
+        own = {name: value for name, value in before.carried.items() if name != f"layer_input.{layer}"}
+        if any(later.cache_of == layer for later in spec.layers):
+            slots = self._slots(lengths)
+            own |= {name: array.reshape(-1, *array.shape[2:])[slots] for name, (array, _) in caches.items()}
+        return own
+
+    def _run(
+        self,
+        session: "InferenceSession",
+        feeds: Mapping[str, Any],
+        caches: Mapping[str, tuple[NDArray[Any], int]],
+        names: Sequence[str],
+    ) -> list[Any]:
+        """Run with the caches bound as input and, where they are written, output of the same memory."""
         from onnxruntime import OrtValue
 
         binding = session.io_binding()
         for name, value in feeds.items():
-            if not isinstance(value, tuple):
-                binding.bind_cpu_input(name, np.ascontiguousarray(value))
-                continue
+            binding.bind_cpu_input(name, np.ascontiguousarray(value))
+        written = {value.name for value in session.get_outputs()}
+        for name, value in caches.items():
             cache = OrtValue.ortvalue_from_numpy_with_onnx_type(*value)
+            out_name = name.replace(".", "_out.", 1)
             binding.bind_ortvalue_input(name, cache)
-            binding.bind_ortvalue_output(name.replace(".", "_out.", 1), cache)
+            if out_name in written:
+                binding.bind_ortvalue_output(out_name, cache)
         for name in names:
             binding.bind_output(name)
         session.run_with_iobinding(binding)
         return [value.numpy() for value in binding.get_outputs()[-len(names) :]]
+
+
+def _own(before: Stream, layer: int) -> dict[str, NDArray[Any]]:
+    """The layer's inputs of float32 [tokens, …]."""
+    name = f"layer_input.{layer}"
+    own = {name: before.carried[name]} if name in before.carried else {}
+    return {"residual_in": before.residual, **own}

@@ -34,7 +34,7 @@ def write_weights(job: Job, formats: Formats, quantizer: Quantizer) -> StoredWei
             job.on_note(
                 f"going on where an earlier export stopped: {progress.layers} of {spec.num_layers} layers"
             )
-            quantizer.residual = progress.residual
+            quantizer.stream = progress.stream
         else:
             on_progress(0, total, "embedding")
             writer.tables(spec)
@@ -54,9 +54,7 @@ def write_weights(job: Job, formats: Formats, quantizer: Quantizer) -> StoredWei
                 writer.vector(role, plan.norm_scales)
             file.flush()
             quantizer.advance(layer, written)
-            save_progress(
-                folder, job.key, Progress(layer + 1, file.length, writer.stored, quantizer.residual)
-            )
+            save_progress(folder, job.key, Progress(layer + 1, file.length, writer.stored, quantizer.stream))
         on_progress(total - 1, total, "head")
         if not spec.tie_embeddings:
             writer.linear("head", ("head",), formats.of("head"), quantizer.table("head"))

@@ -1,7 +1,7 @@
 """An export that was cut goes on at its layer: what a half-written folder must hold to be taken up again.
 
-Behind each layer, `resume.json` says what stands in the weights file, and `residual-N.npy` holds the
-calibration texts' residual stream. Both are replaced by renaming, so that a cut at any moment leaves a pair
+Behind each layer, `resume.json` says what stands in the weights file, and `stream-N.npz` holds the
+calibration texts' stream. Both are replaced by renaming, so that a cut at any moment leaves a pair
 that belongs together; bytes of the weights file behind what is recorded are written again.
 """
 
@@ -20,10 +20,10 @@ import numpy as np
 
 from pagelet.exporter.checkpoint import Checkpoint
 from pagelet.exporter.formats import Formats
-from pagelet.exporter.layerwise import Float32
 from pagelet.exporter.options import ExportOptions
 from pagelet.exporter.original import ORIGINAL_PREFIX
 from pagelet.exporter.stacked_rows import WeightFormat
+from pagelet.exporter.stream import Stream
 from pagelet.exporter.weights import WEIGHTS_NAME, Linear, StoredTensor, StoredWeights
 from pagelet.models.manifest import TensorEntry, hash_file
 from pagelet.plugins.float_packing import FloatFormat
@@ -40,7 +40,7 @@ class Progress:
     layers: int
     length: int
     stored: StoredWeights
-    residual: Float32 | None
+    stream: Stream | None
 
 
 def export_key(checkpoint: Checkpoint, options: ExportOptions) -> str:
@@ -65,11 +65,12 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 def save_progress(folder: Path, key: str, progress: Progress) -> None:
     """Record it durably; an earlier record is replaced at once. The weights file was synchronized before."""
-    old = list(folder.glob("residual-*.npy"))
-    if progress.residual is not None:
+    old, path = list(folder.glob("stream-*.npz")), _stream(folder, progress.layers)
+    if progress.stream is not None:
         data = io.BytesIO()
-        np.save(data, progress.residual)
-        _replace(_residual(folder, progress.layers), data.getbuffer())
+        arrays: dict[str, Any] = {"residual": progress.stream.residual, **progress.stream.carried}
+        np.savez(data, **arrays)
+        _replace(path, data.getbuffer())
     record = {
         "key": key,
         "layers": progress.layers,
@@ -77,12 +78,12 @@ def save_progress(folder: Path, key: str, progress: Progress) -> None:
         "linears": {name: asdict(linear) for name, linear in progress.stored.linears.items()},
         "vectors": {name: asdict(vector) for name, vector in progress.stored.vectors.items()},
         "entries": {name: asdict(entry) for name, entry in progress.stored.entries.items()},
-        "residual": hash_file(_residual(folder, progress.layers)) if progress.residual is not None else "",
+        "stream": hash_file(path) if progress.stream is not None else "",
     }
     _replace(folder / RESUME_NAME, _sealed(record))
-    for path in old:
-        if path != _residual(folder, progress.layers):
-            path.unlink()
+    for other in old:
+        if other != path:
+            other.unlink()
 
 
 def load_progress(folder: Path, key: str) -> Progress | None:
@@ -93,14 +94,16 @@ def load_progress(folder: Path, key: str) -> Progress | None:
     record = _unsealed(folder / RESUME_NAME, key)
     if record is None:
         return None
-    weights, residual = folder / WEIGHTS_NAME, _residual(folder, record["layers"])
+    weights, path = folder / WEIGHTS_NAME, _stream(folder, record["layers"])
     if not weights.is_file() or weights.stat().st_size < record["length"]:
         return None
-    values = None
-    if record["residual"]:
-        if not residual.is_file() or hash_file(residual) != record["residual"]:
+    stream = None
+    if record["stream"]:
+        if not path.is_file() or hash_file(path) != record["stream"]:
             return None
-        values = np.load(residual, allow_pickle=False)
+        with np.load(path, allow_pickle=False) as arrays:
+            carried = dict(arrays)
+        stream = Stream(carried.pop("residual"), carried)
     stored = StoredWeights(
         {name: _linear(value) for name, value in record["linears"].items()},
         {name: _tensor(value) for name, value in record["vectors"].items()},
@@ -109,7 +112,7 @@ def load_progress(folder: Path, key: str) -> Progress | None:
             for name, value in record["entries"].items()
         },
     )
-    return Progress(record["layers"], record["length"], stored, values)
+    return Progress(record["layers"], record["length"], stored, stream)
 
 
 def save_formats(folder: Path, key: str, formats: Formats) -> None:
@@ -139,14 +142,14 @@ def resumes(folder: Path, key: str) -> bool:
 
 def clear_progress(folder: Path) -> None:
     """Leave nothing of it in a finished bundle."""
-    for path in (*folder.glob("residual-*.npy"), folder / RESUME_NAME, folder / FORMATS_NAME):
+    for path in (*folder.glob("stream-*.npz"), folder / RESUME_NAME, folder / FORMATS_NAME):
         path.unlink(missing_ok=True)
     for path in folder.glob(ORIGINAL_PREFIX + "*"):  # of one that was killed
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _residual(folder: Path, layers: int) -> Path:
-    return folder / f"residual-{layers}.npy"
+def _stream(folder: Path, layers: int) -> Path:
+    return folder / f"stream-{layers}.npz"
 
 
 def _replace(path: Path, data: bytes | memoryview) -> None:

@@ -7,11 +7,10 @@ layer is read once, and one layer's weights are in memory.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from pagelet.exporter.calibration.moments import LayerMoments
 from pagelet.exporter.graph import CacheFormat
-from pagelet.exporter.layerwise import Float32, Layerwise, Part, Texts
+from pagelet.exporter.layerwise import Layerwise, Part, Texts
+from pagelet.exporter.stream import Float32, Stream
 from pagelet.models.distance import kl_divergence, log_softmax
 
 OnStep = Callable[[int, int, str], None]
@@ -27,12 +26,12 @@ class Variant:
 
 @dataclass
 class Streams:
-    """Residual streams of the original and of all variants so far, float32 [streams, tokens, hidden]."""
+    """Those of the original and of all variants so far."""
 
     names: list[str]
-    values: list[Float32]
+    values: list[Stream]
 
-    def add(self, name: str, value: Float32) -> None:
+    def add(self, name: str, value: Stream) -> None:
         self.names.append(name)
         self.values.append(value)
 
@@ -54,23 +53,23 @@ class Sensitivity:
     @property
     def output(self) -> Float32:
         """The original's residual stream as far as it was run."""
-        return self._streams.values[0]
+        return self._streams.values[0].residual
 
     def moments(self, original: Part, layer: int, moments: LayerMoments) -> None:
         """What the original's layer reads in these texts."""
         self._layerwise.layer(original, layer, self._streams.values[0], moments.add)
 
-    def branch(self, layer: int, variants: Iterable[Variant]) -> list[tuple[str, Float32]]:
+    def branch(self, layer: int, variants: Iterable[Variant]) -> list[tuple[str, Stream]]:
         """The streams behind a layer of variants of it, to be handed to `advance`."""
         before = self._streams.values[0]
         return [(each.name, self._layerwise.layer(each.part, layer, before)) for each in variants]
 
-    def advance(self, original: Part, layer: int, branches: Iterable[tuple[str, Float32]] = ()) -> None:
+    def advance(self, original: Part, layer: int, branches: Iterable[tuple[str, Stream]] = ()) -> None:
         """Run the original's layer on all streams; the branches join behind it."""
         streams = self._streams
         everything = Layerwise(Texts.of(self._texts * len(streams.values)), self._cache)
-        values = everything.layer(original, layer, np.concatenate(streams.values))
-        streams.values = list(values.reshape(len(streams.values), -1, values.shape[1]))
+        after = everything.layer(original, layer, Stream.joined(streams.values))
+        streams.values = after.split(len(streams.values))
         for name, value in branches:
             streams.add(name, value)
 
@@ -85,7 +84,7 @@ class Sensitivity:
         runs |= {name: (original, part) for name, part in heads.items() if name not in streams}
         return {name: self._divergence(original, head, *run) for name, run in runs.items()}
 
-    def _divergence(self, original: Float32, head: Part, stream: Float32, stream_head: Part) -> float:
+    def _divergence(self, original: Stream, head: Part, stream: Stream, stream_head: Part) -> float:
         pairs = zip(
             self._layerwise.logits(head, original), self._layerwise.logits(stream_head, stream), strict=True
         )

@@ -83,8 +83,10 @@ def layer_heads(
     for layer in layers:
         reject_unknown(layer, own, f"{_WHERE}: per_layer_config", UnsupportedError)
     return [
-        (require(layer, "num_key_value_heads", int, _WHERE, CheckpointError),
-         require(layer, "head_dim", int, _WHERE, CheckpointError))
+        (
+            require(layer, "num_key_value_heads", int, _WHERE, CheckpointError),
+            require(layer, "head_dim", int, _WHERE, CheckpointError),
+        )
         for layer in layers
     ]
 

@@ -146,7 +146,8 @@ def _factors(inverse: FloatArray, rope: RopeSpec) -> FloatArray:
 
 def _proportional(inverse: FloatArray, rope: RopeSpec) -> FloatArray:
     turns = np.arange(len(inverse)) < rope.turning_pairs
-    return np.where(turns, inverse / np.float32(rope.factor), np.float32(0))
+    scaled: FloatArray = np.where(turns, inverse / np.float32(rope.factor), np.float32(0))
+    return scaled
 
 
 _SCALINGS = {

@@ -142,9 +142,7 @@ def _longrope(base: RopeSpec, values: Mapping[str, Any], max_positions: int) -> 
 def _proportional(base: RopeSpec, values: Mapping[str, Any], max_positions: int) -> RopeSpec:
     """Frequencies as of whole heads, of which only a part turns."""
     turning = int(_number(values, "partial_rotary_factor", 1.0) * base.rotary_dim) // 2
-    return replace(
-        base, scaling="proportional", turning_pairs=turning, factor=_number(values, "factor", 1.0)
-    )
+    return replace(base, scaling="proportional", turning_pairs=turning, factor=_number(values, "factor", 1.0))
 
 
 _READERS = {

@@ -137,8 +137,8 @@ def swap_layers(bundle: Path, first: int, second: int) -> None:
 
 def wrong_rope_base(bundle: Path) -> None:
     spec = load_manifest(bundle).spec
-    rope = replace(spec.rope, theta=spec.rope.theta * 2)
-    for name, table in zip(("rope.cos", "rope.sin"), rope.tables(spec.max_context, 0), strict=True):
+    rope = replace(spec.ropes[0], theta=spec.ropes[0].theta * 2)
+    for name, table in zip(("rope.0.cos", "rope.0.sin"), rope.tables(spec.max_context, 0), strict=True):
         values = np.ascontiguousarray(table, np.float32).view(np.uint8).reshape(-1)
         edit_weight(bundle, name, lambda data, values=values: data.__setitem__(slice(None), values))
     rehash(bundle)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from pagelet.exporter.layerwise import Float32
+from pagelet.exporter.stream import Float32
 from pagelet.models.spec import ModelSpec
 from pagelet.plugins.reference import rotate
 

@@ -8,8 +8,9 @@ from numpy.typing import NDArray
 from pagelet.exporter.calibration.attention_mass import attention_mass
 from pagelet.exporter.checkpoint import Checkpoint
 from pagelet.exporter.graph_layer import fused_norm
-from pagelet.exporter.layerwise import Float32, Taps
+from pagelet.exporter.layerwise import Taps
 from pagelet.exporter.stacked_rows import read_finite
+from pagelet.exporter.stream import Float32
 from pagelet.models.errors import CheckpointError
 from pagelet.models.spec import ModelSpec
 
@@ -17,7 +18,7 @@ Float64 = NDArray[np.float64]
 
 
 class LayerMoments:
-    """Mean of x xᵀ over all tokens, float64 [in, in], of attention.qkv, attention.o, mlp.gate_up, mlp.down.
+    """Mean of x xᵀ over all tokens, float64 [in, in], of what each of a layer's modules reads.
 
     The squared error of a linear layer's outputs, averaged over tokens, is Δw H Δwᵀ of each row
     of its weight. For q, k and v a token counts one, and once more as it is attended to.
@@ -42,13 +43,16 @@ class LayerMoments:
             module = "mlp.gate_up" if self._spec.mlp.gated else "mlp.up"
             self._add(module, self._read(module, taps["mlp_in"]))
             self._add("mlp.down", taps["gated"])
+        if self._spec.layer_inputs:
+            self._add("inputs.gate", taps["inputs_in"])
+            self._add("inputs.projection", taps["inputs_gated"])
 
     def _read(self, module: str, x: Float32) -> Float32:
         role = fused_norm(self._spec, self._layer, module)
         return rms_norm(x, self._norms[role], self._spec.norm.epsilon) if role else x
 
     def hessian(self, module: str) -> Float64:
-        """Of one of the four modules.
+        """Of a module, "attention.o" say.
 
         Raises:
             CheckpointError: the layer computes NaN or infinity, or numbers whose squares are.

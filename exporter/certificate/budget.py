@@ -9,6 +9,7 @@ from pagelet.exporter.certificate.held_out import MAX_TOKENS, MIN_TOKENS
 from pagelet.exporter.graph import CacheFormat
 from pagelet.exporter.layerwise import Layerwise, Part, Texts
 from pagelet.exporter.original import Original
+from pagelet.exporter.stream import Stream
 from pagelet.models.distance import LogitsDistance
 
 _FEW, _MORE = 8, 72  # tokens of two runs; they differ by what 64 tokens cost
@@ -46,8 +47,8 @@ def affordable_tokens(
 def _layer_seconds(part: Part, cache: CacheFormat, count: int, threads: int) -> float:
     """Of a part's layer 0 over `count` tokens; what stands in them makes no difference."""
     run = Layerwise(Texts.of([[0] * count]), cache, threads=threads)
-    residual = np.random.default_rng(0).standard_normal((count, part.spec.hidden_size), np.float32)
-    return _fastest(lambda: run.layer(part, 0, residual))
+    stream = Stream.noise(part.spec, count)
+    return _fastest(lambda: run.layer(part, 0, stream))
 
 
 def _compare_seconds(vocab_size: int) -> float:

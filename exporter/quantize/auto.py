@@ -8,7 +8,7 @@ import numpy as np
 from pagelet.exporter.calibration.moments import Float64, LayerMoments, fused_norm_weights, head_hessian
 from pagelet.exporter.formats import ROUTER, Formats
 from pagelet.exporter.job import Job
-from pagelet.exporter.layerwise import Float32, Part
+from pagelet.exporter.layerwise import Part
 from pagelet.exporter.options import ExportOptions
 from pagelet.exporter.original import Original
 from pagelet.exporter.quantize.allocation import Choice, allocate
@@ -17,6 +17,7 @@ from pagelet.exporter.quantize.rounding import round_to_nearest
 from pagelet.exporter.resume import load_formats, save_formats
 from pagelet.exporter.sensitivity import Sensitivity, Variant
 from pagelet.exporter.stacked_rows import StackedRows, Treatment, named, nearest, sample_rows
+from pagelet.exporter.stream import Float32
 from pagelet.exporter.weights import is_routed, layer_units, linear_units, stacked
 from pagelet.models.errors import InputError
 from pagelet.plugins.packing import GROUP_SIZES, LinearFormat, dequantize
@@ -57,7 +58,7 @@ def spend_budget(job: Job, texts: list[list[int]]) -> Formats:
     sizes = {
         module: stacked(job.checkpoint, module, roles, small)
         for module, roles in linear_units(job.spec)
-        if not module.endswith(ROUTER)
+        if _is_measured(module)
     }
     budget = _budget(job.options, sizes)
     measured = _Measuring(job, texts).run()
@@ -67,6 +68,11 @@ def spend_budget(job: Job, texts: list[list[int]]) -> Formats:
     formats = Formats(basic, basic, {module: choice.format for module, choice in chosen.items()})
     save_formats(job.folder, job.key, formats)
     return formats
+
+
+def _is_measured(module: str) -> bool:
+    """Not those that stay in full, nor what all layers' own inputs come from: it has the basic format."""
+    return not module.endswith(ROUTER) and not module.startswith("layer_inputs.")
 
 
 def _budget(options: ExportOptions, sizes: Mapping[str, StackedRows]) -> int:
@@ -141,7 +147,7 @@ class _Measuring:
         self._run.moments(original, layer, moments)
         branches = []
         for module, roles in layer_units(self._spec, layer):
-            if module.endswith(ROUTER):
+            if not _is_measured(module):
                 continue
             hessian = None if is_routed(module) else moments.hessian(module.removeprefix(f"layers.{layer}."))
             importance = None if hessian is None else np.diag(hessian).astype(np.float32)

@@ -17,12 +17,13 @@ import numpy as np
 from pagelet.exporter.calibration.moments import Float64, LayerMoments, fused_norm_weights, head_hessian
 from pagelet.exporter.formats import TABLES, Formats
 from pagelet.exporter.job import Job
-from pagelet.exporter.layerwise import Float32, Layerwise, Part, Texts
+from pagelet.exporter.layerwise import Layerwise, Part, Texts
 from pagelet.exporter.original import Original
 from pagelet.exporter.quantize.awq import foldable, search_input_scales
 from pagelet.exporter.quantize.gptq import Gptq
 from pagelet.exporter.quantize.rounding import round_to_nearest
 from pagelet.exporter.stacked_rows import PLAIN, Round, Treatment, named, nearest, sample_rows
+from pagelet.exporter.stream import Float32, Stream
 from pagelet.exporter.weights import is_routed, layer_units, linear_units, stacked
 from pagelet.models.spec import ModelSpec
 from pagelet.plugins.packing import LinearFormat
@@ -47,8 +48,8 @@ class LayerPlan:
 class Quantizer(Protocol):
     """Called in this order: `table`, `start`, `plan` and `advance` for each layer, `table` again."""
 
-    residual: Float32 | None
-    """What an interrupted export must keep: the calibration texts' residual stream before the next layer."""
+    stream: Stream | None
+    """What an interrupted export must keep: the calibration texts' stream before the next layer."""
     notes: list[str]
     """What the user should be told."""
 
@@ -100,7 +101,7 @@ class RoundToNearest:
         self._spec = spec
         self._formats = formats
         self._fp8_blocks = fp8_blocks
-        self.residual: Float32 | None = None
+        self.stream: Stream | None = None
         self.notes: list[str] = []
 
     def table(self, module: str) -> Treatment:
@@ -135,7 +136,7 @@ class Calibrated:
         self._desc_act = job.options.desc_act
         longest = max(layerwise.texts.lengths)
         self._original = Original(job.checkpoint, job.spec, longest, job.folder)
-        self.residual: Float32 | None = None
+        self.stream: Stream | None = None
         self.notes: list[str] = []
 
     def table(self, module: str) -> Treatment:
@@ -144,21 +145,21 @@ class Calibrated:
         is_head = module == "head" or self._spec.tie_embeddings
         if not is_head or not isinstance(format, LinearFormat) or format.bits == 8:
             return nearest(format)
-        residual = self._original_output() if module == "embedding" else self.residual
-        assert residual is not None
-        hessian = head_hessian(self._checkpoint, self._spec, residual)
+        stream = self._original_output() if module == "embedding" else self.stream
+        assert stream is not None
+        hessian = head_hessian(self._checkpoint, self._spec, stream.residual)
         return Treatment(self._round(module, hessian, format, None, damping=_TABLE_DAMPING))
 
-    def _original_output(self) -> Float32:
-        """The calibration texts' residual stream behind the original's last layer."""
+    def _original_output(self) -> Stream:
+        """The calibration texts' stream behind the original's last layer."""
         run, original = self._layerwise, self._original
-        residual = run.embed(original.embedding())
+        stream = run.embed(original.embedding())
         for layer in range(self._spec.num_layers):
-            residual = run.layer(original.layer(layer), layer, residual)
-        return residual
+            stream = run.layer(original.layer(layer), layer, stream)
+        return stream
 
     def start(self, embedding: Part) -> None:
-        self.residual = self._layerwise.embed(embedding)
+        self.stream = self._layerwise.embed(embedding)
 
     def plan(self, layer: int) -> LayerPlan:
         moments = self._moments(layer)
@@ -185,17 +186,17 @@ class Calibrated:
         )
 
     def advance(self, layer: int, written: Part) -> None:
-        assert self.residual is not None
-        self.residual = self._layerwise.layer(written, layer, self.residual)
+        assert self.stream is not None
+        self.stream = self._layerwise.layer(written, layer, self.stream)
 
     def close(self) -> None:
         self._original.close()
 
     def _moments(self, layer: int) -> LayerMoments:
-        assert self.residual is not None, "start comes first"
+        assert self.stream is not None, "start comes first"
         norms = fused_norm_weights(self._checkpoint, self._spec, layer)
         moments = LayerMoments(self._spec, layer, norms)
-        self._layerwise.layer(self._original.layer(layer), layer, self.residual, moments.add)
+        self._layerwise.layer(self._original.layer(layer), layer, self.stream, moments.add)
         return moments
 
     def _round(

@@ -38,7 +38,7 @@ def log_probabilities(checkpoint: Checkpoint, folder: Path, modules: Sequence[st
     folder.mkdir()
     job = Job(checkpoint, checkpoint.spec, ExportOptions(cache_type="f32"), folder)
     formats = Formats(F32, F32, dict.fromkeys(modules, INT4))
-    with closing(RoundToNearest(formats)) as quantizer:
+    with closing(RoundToNearest(job.spec, formats)) as quantizer:
         part = Part(job.spec, write_weights(job, formats, quantizer), folder)
     run = Layerwise(Texts.of(TEXTS), CACHE)
     residual = run.embed(part)
@@ -60,7 +60,7 @@ def measured(checkpoint: Checkpoint) -> dict[str, float]:
         for layer in range(spec.num_layers):
             part = original.layer(layer)
             branches = []
-            for module, _ in layer_units(layer):
+            for module, _ in layer_units(spec, layer):
                 branches += run.branch(layer, [Variant(module, changed.layer(layer, {module: rounded}))])
             run.advance(part, layer, branches)
         head = "embedding" if spec.tie_embeddings else "head"

@@ -23,7 +23,7 @@ from pagelet.exporter.calibration.corpus import (
     held_out_texts,
     read_text,
 )
-from pagelet.exporter.calibration.moments import LayerMoments, rms_norm
+from pagelet.exporter.calibration.moments import LayerMoments, fused_norm_weights, rms_norm
 from pagelet.exporter.checkpoint import open_checkpoint
 from pagelet.exporter.graph import CacheFormat
 from pagelet.exporter.layerwise import Layerwise, Texts
@@ -142,9 +142,7 @@ def test_moments_are_those_of_transformers_inputs(
     taps: list[tuple[Any, Any]] = []
     with open_checkpoint(source) as checkpoint:
         spec = checkpoint.spec
-        norms = {
-            name: checkpoint.read(f"layers.{layer}.{name}.weight") for name in ("attention.norm", "mlp.norm")
-        }
+        norms = fused_norm_weights(checkpoint, spec, layer)
         with Original(checkpoint, spec, max(LENGTHS)) as original:
             residual = run.embed(original.embedding())
             residual = run.layer(original.layer(0), 0, residual)

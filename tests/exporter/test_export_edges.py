@@ -18,7 +18,7 @@ from pagelet.exporter.formats import choose_formats
 from pagelet.exporter.job import Job
 from pagelet.exporter.layerwise import Layerwise, Part, Texts
 from pagelet.exporter.quantize.quantizer import open_quantizer
-from pagelet.exporter.weights import WEIGHTS_NAME, WeightsFile, WeightsWriter, layer_units
+from pagelet.exporter.weights import WEIGHTS_NAME, WeightsFile, WeightsWriter, layer_units, layer_vectors
 from pagelet.models.certificate import CERTIFICATE_NAME, OUTPUTS_NAME, load_certificate
 from pagelet.models.errors import CheckpointError, InputError, UnfinishedError
 from pagelet.models.manifest import load_manifest
@@ -145,15 +145,16 @@ def test_the_next_layer_gets_what_the_written_one_gives(tiny: Path, tmp_path: Pa
         file.flush()
         written = Part(checkpoint.spec, writer.stored, folder)
         quantizer.start(written)
-        before = quantizer.residual
+        before = quantizer.stream
         assert before is not None
         plan = quantizer.plan(0)
-        for module, roles in layer_units(0):
+        for module, roles in layer_units(checkpoint.spec, 0):
             writer.linear(module, roles, formats.of(module), plan.of(module))
-        for norm in ("attention.norm", "mlp.norm"):
-            writer.norm(f"layers.0.{norm}", plan.norm_scales)
+        for role in layer_vectors(checkpoint.spec, 0):
+            writer.vector(role, plan.norm_scales)
         file.flush()
         quantizer.advance(0, written)
         quantizer.close()
         expected = Layerwise(Texts.of(texts), job.cache).layer(written, 0, before)
-        np.testing.assert_array_equal(quantizer.residual, expected)
+        assert quantizer.stream is not None
+        np.testing.assert_array_equal(quantizer.stream.residual, expected.residual)

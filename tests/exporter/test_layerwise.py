@@ -50,10 +50,10 @@ def write_part(source: Path, folder: Path, options: ExportOptions) -> Part:
 def run_part(part: Part, texts: Sequence[Sequence[int]], cache: CacheFormat) -> Float32:
     """The logits of a whole bundle, layer by layer, float32 [tokens, vocab]."""
     run = Layerwise(Texts.of(texts), cache)
-    residual = run.embed(part)
+    stream = run.embed(part)
     for layer in range(part.spec.num_layers):
-        residual = run.layer(part, layer, residual)
-    return np.concatenate([logits for _, logits in run.logits(part, residual)])
+        stream = run.layer(part, layer, stream)
+    return np.concatenate([logits for _, logits in run.logits(part, stream)])
 
 
 def assert_as_the_engine(source: Path, folder: Path, options: ExportOptions) -> None:
@@ -147,7 +147,7 @@ def run_original(original: Original, spec: ModelSpec, run: Layerwise) -> tuple[l
     for layer in range(spec.num_layers):
         streams.append(run.layer(original.layer(layer), layer, streams[-1]))
     logits = [logits for _, logits in run.logits(original.head(), streams[-1])]
-    return streams, np.concatenate(logits)
+    return [stream.residual for stream in streams], np.concatenate(logits)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -183,13 +183,13 @@ def test_a_part_holds_until_the_next_and_nothing_stays(make_llama: MakeCheckpoin
     run = Layerwise(Texts.of(TEXTS), CacheFormat(32, "f32"))
     with open_checkpoint(make_llama()) as checkpoint:
         with Original(checkpoint, checkpoint.spec, 160) as original:
-            residual = run.embed(original.embedding())
+            stream = run.embed(original.embedding())
             first = original.layer(0)
-            outputs = [run.layer(first, 0, residual) for _ in range(2)]
+            outputs = [run.layer(first, 0, stream).residual for _ in range(2)]
             np.testing.assert_array_equal(*outputs)
-            other = run.layer(original.layer(1), 1, residual)
+            other = run.layer(original.layer(1), 1, stream).residual
             assert not np.array_equal(outputs[0], other)
-            again = run.layer(original.layer(0), 0, residual)
+            again = run.layer(original.layer(0), 0, stream).residual
             np.testing.assert_array_equal(again, outputs[0])
             home = first.folder
             assert [path.name for path in home.iterdir()] == ["model.weights"]
@@ -201,11 +201,11 @@ def test_two_originals_do_not_share_a_file(make_llama: MakeCheckpoint) -> None:
     with open_checkpoint(make_llama()) as checkpoint:
         spec = checkpoint.spec
         with Original(checkpoint, spec, 160) as original, Original(checkpoint, spec, 160) as other:
-            residual = run.embed(original.embedding())
+            stream = run.embed(original.embedding())
             part = original.layer(0)
-            expected = run.layer(part, 0, residual)
+            expected = run.layer(part, 0, stream).residual
             other.layer(1)
-            np.testing.assert_array_equal(run.layer(part, 0, residual), expected)
+            np.testing.assert_array_equal(run.layer(part, 0, stream).residual, expected)
 
 
 def test_taps_are_those_of_the_run(make_llama: MakeCheckpoint) -> None:
@@ -215,16 +215,16 @@ def test_taps_are_those_of_the_run(make_llama: MakeCheckpoint) -> None:
     seen: list[tuple[int, ...]] = []
     inputs: list[Float32] = []
     with open_checkpoint(make_llama()) as checkpoint, Original(checkpoint, checkpoint.spec, 500) as original:
-        residual = run.embed(original.embedding())
+        stream = run.embed(original.embedding())
 
         def on_taps(taps: Any, lengths: Sequence[int]) -> None:
-            assert set(taps) == {"residual_in", *TAPS}
+            assert set(taps) == set(TAPS)
             assert {len(value) for value in taps.values()} == {sum(lengths)}
             seen.append(tuple(lengths))
-            inputs.append(taps["residual_in"])
+            inputs.append(taps["attention_in"])
 
         part = original.layer(0)
-        tapped = run.layer(part, 0, residual, on_taps)
-        np.testing.assert_array_equal(tapped, run.layer(part, 0, residual))
+        tapped = run.layer(part, 0, stream, on_taps)
+        np.testing.assert_array_equal(tapped.residual, run.layer(part, 0, stream).residual)
     assert seen == [(500,) * 4, (500,)]
-    np.testing.assert_array_equal(np.concatenate(inputs), residual)
+    np.testing.assert_array_equal(np.concatenate(inputs), stream.residual)

@@ -11,7 +11,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from pagelet.exporter import ExportOptions, export
-from pagelet.exporter.calibration.moments import LayerMoments
+from pagelet.exporter.calibration.moments import LayerMoments, fused_norm_weights
 from pagelet.exporter.checkpoint import Checkpoint, open_checkpoint
 from pagelet.exporter.formats import Formats
 from pagelet.exporter.graph import CacheFormat
@@ -30,6 +30,7 @@ from pagelet.exporter.quantize.quantizer import (
 )
 from pagelet.exporter.quantize.rounding import round_to_nearest
 from pagelet.exporter.stacked_rows import PLAIN, Treatment
+from pagelet.exporter.stream import Stream
 from pagelet.exporter.weights import layer_units, linear_units, stacked
 from pagelet.plugins.float_packing import FloatFormat
 from pagelet.plugins.packing import LinearFormat, dequantize, quantize_rtn, unpack
@@ -60,7 +61,7 @@ class Unrounded:
         self._inner = inner
         self._spoil = spoil
         self.plans: list[LayerPlan] = []
-        self.residual: Float32 | None = None
+        self.stream: Stream | None = None
         self.notes: list[str] = []
 
     def table(self, module: str) -> Treatment:
@@ -121,7 +122,8 @@ def folded(
 
 def unfolded(checkpoint: Checkpoint, folder: Path) -> Float32:
     formats = Formats(F32, F32)
-    return logits_of(write(job_in(folder, checkpoint), formats, RoundToNearest(formats)), TEXTS)
+    job = job_in(folder, checkpoint)
+    return logits_of(write(job, formats, RoundToNearest(job.spec, formats)), TEXTS)
 
 
 def random_scales(seed: int) -> Callable[..., Float32]:
@@ -162,7 +164,7 @@ def test_folded_scales_change_nothing(
             assert np.abs(spoiled - expected).max() > 0.1
     for layer, plan in enumerate(plans):
         at = f"layers.{layer}."
-        assert plan.treatments.keys() == {module for module, _ in layer_units(layer)}
+        assert plan.treatments.keys() == {module for module, _ in layer_units(checkpoint.spec, layer)}
         assert all(each.input_scales is not None for each in plan.treatments.values())
         assert plan.norm_scales.keys() == {at + "attention.norm", at + "mlp.norm"}
         assert plan.of(at + "attention.qkv").output_scales.keys() == {at + "attention.v"}
@@ -282,12 +284,10 @@ def test_no_stored_matrix_of_gptq_errs_more_than_rounding(
         part = write(job, formats, open_quantizer(job, formats, TEXTS))
         residual = run.embed(part)
         for layer in range(spec.num_layers):
-            names = ("attention.norm", "mlp.norm")
-            norms = {name: checkpoint.read(f"layers.{layer}.{name}.weight") for name in names}
-            moments = LayerMoments(spec, layer, norms)
+            moments = LayerMoments(spec, layer, fused_norm_weights(checkpoint, spec, layer))
             run.layer(original.layer(layer), layer, residual, moments.add)
             residual = run.layer(part, layer, residual)
-            for module, roles in layer_units(layer):
+            for module, roles in layer_units(spec, layer):
                 hessian = moments.hessian(module.removeprefix(f"layers.{layer}."))
                 rows = stacked(checkpoint, module, roles, format)
                 weight = rows.floats(0, rows.count)

@@ -256,7 +256,7 @@ def remove(name: str) -> Callable[[Path], None]:
 
 
 def reshape(folder: Path) -> None:
-    np.save(folder / "residual-1.npy", np.zeros((3, 3), np.float32))
+    np.savez(folder / "stream-1.npz", residual=np.zeros((3, 3), np.float32))
 
 
 # A file that a power cut left empty or short, or that somebody removed.
@@ -266,10 +266,10 @@ DAMAGES = {
     "binary": write("resume.json", b"\xff\0\xfe"),
     "a list": write("resume.json", b"[]"),
     "an older format": edit(linears={"embedding": {"old": 1}}),
-    "half a residual": shorten("residual-1.npy", 5000),
-    "no array": write("residual-1.npy", b"not an array at all"),
-    "an empty residual": shorten("residual-1.npy", 0),
-    "no residual": remove("residual-1.npy"),
+    "half a residual": shorten("stream-1.npz", 5000),
+    "no array": write("stream-1.npz", b"not an array at all"),
+    "an empty residual": shorten("stream-1.npz", 0),
+    "no residual": remove("stream-1.npz"),
     "a residual of another shape": reshape,
     "lists for tables": edit(linears=[]),
     "no number of layers": edit(layers="one"),

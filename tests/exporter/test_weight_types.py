@@ -190,7 +190,7 @@ def test_fp8_blocks_share_their_scales(make_llama: MakeCheckpoint, tmp_path: Pat
     source = make_llama(hidden_size=256, intermediate_size=384, num_attention_heads=4, num_key_value_heads=2)
     format = FloatFormat("fp8", 128)
     with open_checkpoint(source) as checkpoint:
-        for module, roles in layer_units(0):
+        for module, roles in layer_units(checkpoint.spec, 0):
             rows = stacked(checkpoint, module, roles, format, Treatment(fp8_blocks=True))
             packed = np.concatenate(list(rows.pieces()))
             codes, scales = float_packing.unpack(packed, rows.width, rows.count, format)
