@@ -23,6 +23,8 @@ def attention_mass(spec: ModelSpec, layer: int, qkv: Float32, lengths: Sequence[
     qkv is [tokens, (num_heads + 2 num_kv_heads) * head_dim] of texts of `lengths`, before rotation. The error
     of a row's output is the attention's probability times the error of a value: hence its square.
     """
+    if spec.layers[layer].shares_cache:  # no key or value is made here
+        return np.ones(len(qkv))
     texts = np.split(qkv, np.cumsum(lengths)[:-1])
     mass = np.concatenate([_text_mass(spec, layer, text) for text in texts])
     relative: Float64 = mass / mass.mean()

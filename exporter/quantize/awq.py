@@ -96,7 +96,8 @@ def foldable(spec: ModelSpec, layer: int) -> dict[str, str]:
             found[at + "mlp.down"] = at + "mlp.up"
         if mlp in norms and spec.norm.weight:
             found[at + ("mlp.gate_up" if spec.mlp.gated else "mlp.up")] = mlp
-    if not spec.attention.norm_values:
+    shared = spec.layers[layer].shares_cache or any(other.cache_of == layer for other in spec.layers)
+    if not spec.attention.norm_values and not shared:
         found[at + "attention.o"] = at + "attention.v"
     if attention in norms and spec.norm.weight and spec.block != "parallel":
         found[at + "attention.qkv"] = attention

@@ -46,7 +46,7 @@ ROWS = {
     "gemma4": Row("Gemma4Text", {
         "head_dim": 16, "global_head_dim": 32, "sliding_window": WINDOW, "layer_types": _HALF * 2,
         "num_hidden_layers": 8, "num_kv_shared_layers": 4, "use_double_wide_mlp": True,
-        "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 320, "final_logit_softcapping": 10.0,
+        "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 320, "final_logit_softcapping": 10.0,
     }),
     "gemma4 own caches": Row("Gemma4Text", {
         "head_dim": 16, "global_head_dim": 16, "sliding_window": WINDOW, "layer_types": _HALF,
@@ -103,6 +103,8 @@ ROWS = {
     "arcee": Row("Arcee", {"head_dim": 16}),
     "nanochat": Row("NanoChat"),
 }  # fmt: skip
+# The first row of each config class.
+ONE_EACH = [*{row.kind: name for name, row in reversed(ROWS.items())}.values()]
 _COMMON = {
     "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,

@@ -59,7 +59,8 @@ from pagelet.runtime.backends.cpu_cache import CpuCache
 from pagelet.runtime.cache_layout import CacheShape
 from pagelet.tools.memory import anonymous_rss
 
-spec = replace(load_manifest(Path(sys.argv[1])).spec, num_layers=40)
+spec = load_manifest(Path(sys.argv[1])).spec
+spec = replace(spec, layers=spec.layers[:1] * 40)
 layout = CacheShape.of(spec, "int8", 32, 64).layout(1 << 30, 1 << 20)
 cache = CpuCache(spec, "int8", layout)
 before = anonymous_rss()

@@ -242,7 +242,9 @@ def test_a_real_model_after_a_restart(
 
 @pytest.mark.parametrize("kind", ["f32", "f16", "int8", "fp8"])
 def test_a_block_is_what_the_layers_of_its_group_have(bundles: dict[str, Path], kind: str) -> None:
-    spec = replace(load_manifest(bundles["f32"]).spec, layer_windows=(40, 0))
+    spec = load_manifest(bundles["f32"]).spec
+    first, second = spec.layers
+    spec = replace(spec, layers=(replace(first, window=40), second))
     sizes = [16 * size for size in group_bytes_per_token(spec, kind)]
     layout = CacheLayout(16, (GroupLayout(0, 9, sizes[0]), GroupLayout(40, 7, sizes[1])), 64)
     cache, other, rng = CpuCache(spec, kind, layout), CpuCache(spec, kind, layout), np.random.default_rng(0)

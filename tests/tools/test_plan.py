@@ -79,7 +79,8 @@ def test_what_fits_is_what_is_left_beside_the_weights() -> None:
 
 def test_layers_with_a_window_hold_no_more_than_it() -> None:
     """Half of the layers see 1,024 tokens: they hold those, 511 of a step, and what blocks round up to."""
-    windowed = replace(LLAMA_70B, layer_windows=(1024, 0) * 40)
+    layer = LLAMA_70B.layers[0]
+    windowed = replace(LLAMA_70B, layers=(replace(layer, window=1024), layer) * 40)
     per_layer = cache_bytes_per_token(LLAMA_70B, "f16") // 80
     made = plan(windowed, 1 << 40, cache_type="f16", context=65_536)
     assert made.cache_bytes == 40 * per_layer * (65_536 + (48 + 1) * 32)

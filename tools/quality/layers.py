@@ -1,19 +1,20 @@
 """Where in a model the distance arises: one layer of a bundle at a time, among the reference's others."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import onnx
 
 from pagelet.exporter.graph import CacheFormat
+from pagelet.exporter.graph_builder import path
 from pagelet.exporter.layerwise import Part
+from pagelet.exporter.options import INTEGERS
 from pagelet.exporter.sensitivity import Sensitivity, Variant
 from pagelet.exporter.stacked_rows import WeightFormat
 from pagelet.exporter.weights import Linear, StoredTensor, StoredWeights
 from pagelet.models.errors import InputError
-from pagelet.models.manifest import load_manifest
+from pagelet.models.manifest import TensorEntry, load_manifest
 from pagelet.plugins.float_packing import FloatFormat
 from pagelet.plugins.packing import LinearFormat
 
@@ -53,16 +54,28 @@ def bundle_part(folder: Path) -> Part:
     """
     manifest = load_manifest(folder)
     graph = onnx.load(str(folder / manifest.graph), load_external_data=False).graph
-    tensors = {tensor.name: _tensor(tensor) for tensor in graph.initializer}
+    stored = [
+        tensor for tensor in graph.initializer if tensor.external_data
+    ]  # the others belong to the graph
+    tensors = {tensor.name: _tensor(tensor) for tensor in stored}
+    learned = manifest.spec.mlp.activation == "xielu"
+    parameters = {node.name: _activation_parameters(node) for node in graph.node if learned}
     linears = {}
-    for node in graph.node:
-        module = node.name.removeprefix("/").replace("/", ".")
-        if module in manifest.tensors:
-            linears[module] = _linear(node, tensors)
-    used = {linear.weight.name for linear in linears.values()}
-    used |= {linear.bias.name for linear in linears.values() if linear.bias}
-    vectors = {name: tensor for name, tensor in tensors.items() if name not in used}
-    return Part(manifest.spec, StoredWeights(linears, vectors, manifest.tensors), folder)
+    for module, entry in manifest.tensors.items():
+        weight, bias = tensors.pop(module + ".weight"), tensors.pop(module + ".bias", None)
+        rows, width = entry.shape
+        linears[module] = Linear(
+            width,
+            rows,
+            _format(entry),
+            weight,
+            bias,
+            gated=module.endswith(".gate_up"),
+            activation_parameters=parameters.get(path(module), ())
+            if manifest.spec.mlp.activation == "xielu"
+            else (),
+        )
+    return Part(manifest.spec, StoredWeights(linears, tensors, manifest.tensors), folder)
 
 
 def _tensor(tensor: onnx.TensorProto) -> StoredTensor:
@@ -71,21 +84,12 @@ def _tensor(tensor: onnx.TensorProto) -> StoredTensor:
     return StoredTensor(tensor.name, dtype, tuple(tensor.dims), int(place["offset"]), int(place["length"]))
 
 
-def _linear(node: onnx.NodeProto, tensors: Mapping[str, StoredTensor]) -> Linear:
-    attributes = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
-    bias = node.input[2] if len(node.input) > 2 else ""
-    return Linear(
-        attributes["in_features"],
-        attributes["out_features"],
-        _format(attributes),
-        tensors[node.input[1]],
-        tensors[bias] if bias else None,
-        gated=bool(attributes.get("gated", 0)),
-    )
+def _activation_parameters(node: onnx.NodeProto) -> tuple[float, ...]:
+    found = {each.name: each.f for each in node.attribute if each.name.startswith("activation_")}
+    return tuple(found[name] for name in sorted(found))
 
 
-def _format(attributes: Mapping[str, Any]) -> WeightFormat:
-    kind, group_size = attributes["weight_type"].decode(), attributes.get("group_size", 0)
-    if kind.startswith("int"):
-        return LinearFormat(int(kind[3:]), group_size, asymmetric=bool(attributes.get("asymmetric", 0)))
-    return FloatFormat(kind, group_size)
+def _format(entry: TensorEntry) -> WeightFormat:
+    if entry.type in INTEGERS:
+        return LinearFormat(int(entry.type[3:]), entry.group_size, asymmetric=not entry.symmetric)
+    return FloatFormat({"fp16": "f16", "fp32": "f32"}.get(entry.type, entry.type), entry.group_size)
