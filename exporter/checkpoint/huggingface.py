@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pagelet.exporter.checkpoint.base import Blocks, Checkpoint, Fp8Rows
 from pagelet.exporter.checkpoint.files import SourceFile, read_json
 from pagelet.exporter.checkpoint.fp8 import FP8_COMPANIONS, FP8_DTYPE, read_scales
-from pagelet.exporter.checkpoint.packed import PackedWeight, Parts, Scheme, scheme_of
+from pagelet.exporter.checkpoint.packed import PackedExperts, PackedWeight, Parts, Scheme, scheme_of
 from pagelet.exporter.checkpoint.safetensors_header import read_header
 from pagelet.exporter.checkpoint.sources import Source, match_weights
 from pagelet.exporter.checkpoint.tensor_info import TensorInfo
@@ -65,11 +65,15 @@ class HuggingFaceCheckpoint(Checkpoint):
         fp8 = self.read_fp8(role, start, stop)
         if fp8 is not None:
             return fp8.values()
+        packed = self._packed.get(source.info.name)
+        if isinstance(packed, PackedExperts):
+            low, high, picked = source.span(start, stop)
+            values = packed.read_expert(source.expert, low, high)
+            return values if picked is None else values[picked]
         if source.transposed:
             columns = self._floats(source.info, 0, source.info.shape[0])[:, source.rows[start:stop]]
             return np.ascontiguousarray(columns.T)
         low, high, picked = source.span(start, stop)
-        packed = self._packed.get(source.info.name)
         values = packed.read(low, high) if packed else self._floats(source.info, low, high)
         values = values if picked is None else values[picked]
         return values + self._norm_offset if role.endswith("norm.weight") else values

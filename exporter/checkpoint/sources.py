@@ -33,12 +33,14 @@ class Source:
         info: the tensor, or the slab as if it were one.
         shape: of the role.
         rows: which rows (elements, of a vector) of the tensor, or columns if `transposed`; ascending.
+        expert: whose slab it is; -1: the tensor is no experts'.
     """
 
     info: TensorInfo
     shape: Shape
     rows: range | NDArray[np.intp]
     transposed: bool = False
+    expert: int = -1
 
     def span(self, start: int, stop: int) -> tuple[int, int, NDArray[np.intp] | None]:
         """(first, behind the last) row of the tensor to read for rows [start:stop], and which of these."""
@@ -105,7 +107,8 @@ class Sources:
         if part.experts:
             size = info.nbytes // info.shape[0]
             info = replace(info, shape=info.shape[1:], nbytes=size, offset=info.offset + role.expert * size)
-        return Source(info, shape, self._rows(role, part), part.transposed and len(shape) == 2)
+        transposed, expert = part.transposed and len(shape) == 2, role.expert if part.experts else -1
+        return Source(info, shape, self._rows(role, part), transposed, expert)
 
     def _rows(self, role: Role, part: Part) -> range | NDArray[np.intp]:
         sizes = [self._shapes[role.sibling(stem)][0] for stem in part.roles]

@@ -47,9 +47,9 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if kind not in _TEXT_CLASSES:
         known = ", ".join(_TEXT_CLASSES)
         raise UnsupportedError(f"config.json: the language model of {name} is {kind!r:.80}; known: {known}.")
-    shared = ("tie_word_embeddings", "quantization_config")
-    outer = {key: config[key] for key in shared if key in config and key not in inner}
-    return {**outer, **inner, "architectures": [_TEXT_CLASSES[kind]]}
+    # The wrapper's word counts: it is what ties them.
+    outer = {key: config[key] for key in ("tie_word_embeddings", "quantization_config") if key in config}
+    return {**inner, **outer, "architectures": [_TEXT_CLASSES[kind]]}
 
 
 def text_tensors(

@@ -243,7 +243,7 @@ def test_mxfp4_is_what_transformers_makes_of_it() -> None:
         assert isinstance(weight, Mxfp4Experts)
         assert (weight.info.name, weight.info.dtype) == ("experts.gate_up_proj", "MXFP4")
         check(weight, expected)
-        np.testing.assert_array_equal(weight.read_linear(2, 1, 5), expected[2].T[1:5])
+        np.testing.assert_array_equal(weight.read_expert(2, 1, 5), expected[2].T[1:5])
 
 
 def test_a_scale_of_mxfp4_that_is_no_number() -> None:

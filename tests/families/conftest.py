@@ -22,7 +22,7 @@ def make_family(tmp_path: Path, byte_tokenizer: Callable[[Path], None]) -> MakeF
         config = getattr(transformers, f"{row.kind}Config")(**config_options(row))
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
         for name, parameter in model.named_parameters():
-            _shake(name, parameter)
+            shake(name, parameter)
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.fill_(0.8)
@@ -34,7 +34,7 @@ def make_family(tmp_path: Path, byte_tokenizer: Callable[[Path], None]) -> MakeF
     return make
 
 
-def _shake(name: str, parameter: torch.nn.Parameter) -> None:
+def shake(name: str, parameter: torch.nn.Parameter) -> None:
     """As initialized, norms of one and biases of zero would hide a swapped norm or a lost bias."""
     with torch.no_grad():
         if "norm" in name or name.endswith((".ln_1.weight", ".ln_2.weight", ".ln_f.weight")):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pagelet.exporter.checkpoint.packed.awq import Awq
-from pagelet.exporter.checkpoint.packed.base import PackedWeight, Parts, Scheme
+from pagelet.exporter.checkpoint.packed.base import PackedExperts, PackedWeight, Parts, Scheme
 from pagelet.exporter.checkpoint.packed.bitsandbytes import BitsAndBytes
 from pagelet.exporter.checkpoint.packed.compressed_tensors import CompressedTensors
 from pagelet.exporter.checkpoint.packed.fp8 import Fp8
@@ -16,7 +16,7 @@ from pagelet.exporter.checkpoint.packed.gptq import Gptq
 from pagelet.exporter.checkpoint.packed.mxfp4 import Mxfp4
 from pagelet.models.errors import UnsupportedError
 
-__all__ = ["SCHEMES", "PackedWeight", "Parts", "Scheme", "scheme_of"]
+__all__ = ["SCHEMES", "PackedExperts", "PackedWeight", "Parts", "Scheme", "scheme_of"]
 
 SCHEMES: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "awq": Awq,

@@ -51,6 +51,14 @@ class PackedWeight(abc.ABC):
         return None
 
 
+class PackedExperts(PackedWeight):
+    """A parameter [experts, in, out]; rows of `read` are experts."""
+
+    @abc.abstractmethod
+    def read_expert(self, expert: int, start: int, stop: int) -> NDArray[np.float32]:
+        """Outputs [start:stop] of one expert as a linear weight, float32 [outputs, in]."""
+
+
 class Scheme(Protocol):
     """How a `quant_method` stores weights; made from its settings, which it checked.
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pagelet.exporter.checkpoint.packed.base import PackedWeight, Parts, stands_for
+from pagelet.exporter.checkpoint.packed.base import PackedExperts, Parts, stands_for
 from pagelet.exporter.checkpoint.packed.settings import choose, known_keys
 from pagelet.exporter.checkpoint.tensor_info import TensorInfo
 
@@ -39,8 +39,8 @@ class Mxfp4:
             yield Mxfp4Experts(name, blocks, scales, parts)
 
 
-class Mxfp4Experts(PackedWeight):
-    """A parameter [experts, in, out]; rows of `read` are experts."""
+class Mxfp4Experts(PackedExperts):
+    """The scheme's weight."""
 
     def __init__(self, name: str, blocks: TensorInfo, scales: TensorInfo, parts: Parts) -> None:
         experts, outputs, groups, _ = blocks.shape
@@ -53,8 +53,7 @@ class Mxfp4Experts(PackedWeight):
         values = _values(blocks, self._parts.rows(self._scales, start, stop))
         return np.ascontiguousarray(values.swapaxes(1, 2))
 
-    def read_linear(self, expert: int, start: int, stop: int) -> NDArray[np.float32]:
-        """Outputs [start:stop] of one expert as a linear weight, float32 [outputs, in]."""
+    def read_expert(self, expert: int, start: int, stop: int) -> NDArray[np.float32]:
         outputs = self._blocks.shape[1]
         first = expert * outputs
         flat = (
