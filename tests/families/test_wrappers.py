@@ -19,6 +19,7 @@ from pagelet.runtime import Engine, EngineConfig
 
 _VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
            "image_size": 28, "patch_size": 14}  # fmt: skip
+_TOWER = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
 def gemma3(text: Any) -> Any:
@@ -33,14 +34,28 @@ def mistral3(text: Any) -> Any:
     return transformers.Mistral3ForConditionalGeneration._from_config(config, attn_implementation="eager")
 
 
+def gemma4(text: Any) -> Any:
+    vision = transformers.Gemma4VisionConfig(**{key: _VISION[key] for key in _TOWER}, head_dim=16)
+    audio = transformers.Gemma4AudioConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    config = transformers.Gemma4Config(text_config=text, vision_config=vision, audio_config=audio)
+    return transformers.Gemma4ForConditionalGeneration._from_config(config, attn_implementation="eager")
+
+
 @pytest.mark.parametrize(
-    ("wrap", "row"), [(gemma3, ROWS["gemma3"]), (mistral3, Row("Mistral")), (mistral3, ROWS["ministral3"])]
+    ("wrap", "row"),
+    [
+        (gemma4, ROWS["gemma4"]),
+        (gemma3, ROWS["gemma3"]),
+        (mistral3, Row("Mistral")),
+        (mistral3, ROWS["ministral3"]),
+    ],
 )
 def test_the_text_model_of_a_wrapper(
     wrap: Callable[[Any], Any], row: Row, tmp_path: Path, byte_tokenizer: Callable[[Path], None]
 ) -> None:
     torch.manual_seed(0)
-    model = wrap(getattr(transformers, f"{row.kind}Config")(**config_options(row))).eval()
+    text = config_options(row) | {"pad_token_id": 0}  # transformers' Gemma 4 puts it in place of images
+    model = wrap(getattr(transformers, f"{row.kind}Config")(**text)).eval()
     for name, parameter in model.named_parameters():
         shake(name, parameter)
     model.save_pretrained(tmp_path / "checkpoint")
