@@ -13,6 +13,7 @@ from pagelet.exporter.weights import (
     layer_input_units,
     layer_units,
     layer_vectors,
+    linear_units,
     norm_vectors,
 )
 
@@ -26,7 +27,8 @@ def write_weights(job: Job, formats: Formats, quantizer: Quantizer) -> StoredWei
     """
     checkpoint, spec, folder, on_progress = job.checkpoint, job.spec, job.folder, job.on_progress
     progress = load_progress(folder, job.key)
-    total = 4 * spec.num_layers + 2
+    done = {module: number for number, (module, _) in enumerate(linear_units(spec))}
+    total = len(done) + spec.tie_embeddings  # the head is a step in either case
     with WeightsFile(folder / WEIGHTS_NAME, keep=progress.length if progress else 0) as file:
         writer = WeightsWriter(checkpoint, file, progress.stored if progress else None)
         written = Part(spec, writer.stored, folder)
@@ -40,15 +42,16 @@ def write_weights(job: Job, formats: Formats, quantizer: Quantizer) -> StoredWei
             writer.tables(spec)
             writer.linear("embedding", ("embedding",), formats.of("embedding"), quantizer.table("embedding"))
             for module, roles in layer_input_units(spec):
+                on_progress(done[module], total, module)
                 writer.linear(module, roles, formats.of(module), quantizer.table(module))
             file.flush()
             quantizer.start(written)
         first = progress.layers if progress else 0
         for layer in range(first, spec.num_layers):
-            on_progress(4 * layer + 1, total, f"layers.{layer}")
+            on_progress(done[f"layers.{layer}.attention.qkv"], total, f"layers.{layer}")
             plan = quantizer.plan(layer)
-            for part, (module, roles) in enumerate(layer_units(spec, layer)):
-                on_progress(4 * layer + 1 + part, total, module)
+            for module, roles in layer_units(spec, layer):
+                on_progress(done[module], total, module)
                 writer.linear(module, roles, formats.of(module), plan.of(module))
             for role in layer_vectors(spec, layer):
                 writer.vector(role, plan.norm_scales)

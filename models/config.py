@@ -54,6 +54,10 @@ _ONLY = {
 }  # fmt: skip
 
 
+# What a family without them may still say that it has not.
+_BIASES = ("attention_bias", "mlp_bias")
+
+
 class Config:
     """config.json with the names and the defaults of Llama's, as the family's row translates them."""
 
@@ -67,7 +71,8 @@ class Config:
     def _check_known(self, data: Mapping[str, Any], own: Mapping[str, str]) -> None:
         known = {*_COMMON, *_HARMLESS, *self.row.reads, *own}
         for key, value in data.items():
-            if key not in known and value is not None:
+            neutral = value is False and key in _BIASES and not self.row.attention.get("bias")
+            if key not in known and value is not None and not neutral:
                 raise UnsupportedError(
                     f"{WHERE} has {key!r} = {value!r:.80}, which is not known of {self.row.name}: "
                     "what it changes would be lost. If it changes nothing in the model, remove it there."

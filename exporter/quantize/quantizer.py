@@ -142,7 +142,7 @@ class Calibrated:
     def table(self, module: str) -> Treatment:
         """The head, or the table that it shares, for what it will read; an embedding alone to the nearest."""
         format = self._formats.of(module)
-        is_head = module == "head" or self._spec.tie_embeddings
+        is_head = module == ("embedding" if self._spec.tie_embeddings else "head")
         if not is_head or not isinstance(format, LinearFormat) or format.bits == 8:
             return nearest(format)
         stream = self._original_output() if module == "embedding" else self.stream

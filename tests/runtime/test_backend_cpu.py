@@ -236,7 +236,7 @@ def test_a_pool_that_cannot_be_is_refused_with_numbers(bundle: Path) -> None:
 def test_a_graph_of_another_kind_is_refused(bundle: Path, tmp_path: Path) -> None:
     manifest = load_manifest(bundle)
     data = json.loads((bundle / "manifest.json").read_text(encoding="utf-8"))
-    data["spec"]["num_layers"] = 3
+    data["spec"]["layers"].append(data["spec"]["layers"][0])
     for file in bundle.iterdir():
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "manifest.json").unlink()

@@ -36,8 +36,25 @@ def to_version_2(bundle: Path) -> None:
     path = bundle / MANIFEST_NAME
     data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     data["version"] = 2
+    data["spec"] = old_spec(data["spec"])
     del data["certificate"]
     path.write_text(json.dumps(data), encoding="utf-8")
+
+
+def old_spec(spec: dict[str, Any]) -> dict[str, Any]:
+    """As it was while all layers were alike: tests/models/test_manifest.py has one in full."""
+    first = spec["layers"][0]
+    kept = ("architecture", "vocab_size", "hidden_size", "max_context", "tie_embeddings")
+    return {
+        **{key: spec[key] for key in kept},
+        **{key: first[key] for key in ("num_kv_heads", "head_dim", "intermediate_size")},
+        "num_layers": len(spec["layers"]),
+        "num_heads": spec["attention"]["num_heads"],
+        "norm_epsilon": spec["norm"]["epsilon"],
+        "rope": spec["ropes"][0],
+        "attention_bias": spec["attention"]["bias"],
+        "mlp_bias": spec["mlp"]["bias"],
+    }
 
 
 def test_verify_says_match(certified: Path, capsys: pytest.CaptureFixture[str]) -> None:
