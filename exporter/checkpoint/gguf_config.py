@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pagelet.exporter.checkpoint.gguf_families import COMMON_KEYS, GGUFFamily, Key, family_of
+from pagelet.exporter.checkpoint.gguf_families import COMMON_KEYS, GGUFFamily, family_of
 from pagelet.exporter.checkpoint.gguf_rope import (
     ROPE_KEYS,
     ROPE_ONLY,
@@ -36,7 +36,7 @@ _BIASES = {
 def spec_from_metadata(
     metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo], factors: Factors, where: str
 ) -> tuple[ModelSpec, GGUFFamily]:
-    """The model that a GGUF file describes, and the family it is of; without `output.weight` its head is tied.
+    """The model that a GGUF file describes, and its family; without `output.weight` its head is tied.
 
     Raises:
         CheckpointError: a key is missing or makes no sense.
@@ -93,7 +93,7 @@ def _biases(row: Architecture, names: Names, tensors: Mapping[str, TensorInfo]) 
 
 
 def _windows(section: Section, row: Architecture, count: int) -> dict[str, Any]:
-    """config.json's keys: a flag for each layer says whether it has one, or one number, of how many has none."""
+    """config.json's keys. The file has a flag for each layer, or a number: of so many the last has none."""
     window = section.integer(_WINDOW, 0)
     pattern = section.layers(_PATTERN)
     every = row.full_every if pattern is None else pattern

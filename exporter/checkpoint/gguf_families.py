@@ -1,8 +1,8 @@
 """The families as llama.cpp's converter writes them into GGUF files, one data row each.
 
-A row says what `general.architecture` is, what the tensors are called where that differs from Llama's, which keys
-are read beside the common ones, and what the file leaves unsaid. Where llama.cpp has a rule for what is unsaid
-(a rotation's base of 10000, how often a layer attends to everything) it stands here or in `ARCHITECTURES`.
+A row says what `general.architecture` is, what the tensors are called where that differs from Llama's, which
+keys are read beside the common ones, and what the file leaves unsaid. Where llama.cpp has a rule for it
+(how often a layer attends to everything, which layers are rotated) it stands here or in `ARCHITECTURES`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ from pagelet.models.names import GGUF_NAMES, Names, Part
 
 @dataclass(frozen=True)
 class Key:
-    """What config.json calls the value, in Llama's words, and its type; a float must be positive and finite."""
+    """What config.json calls the value, in Llama's words, and its type; a float must be positive."""
 
     config: str
     kind: type[int] | type[float] | type[bool] = int
@@ -87,6 +87,11 @@ _PHI3: Names = {**_FUSED, **dict.fromkeys(_GATE_UP, Part(_AT + "ffn_up", _GATE_U
 _GPT2: Names = {**_FUSED, "positions": "position_embd"}
 # Some models call the norm before the MLP by its place behind attention.
 _LATE_NORM: Names = {**GGUF_NAMES, "mlp.norm": _AT + "post_attention_norm"}
+_APERTUS: Names = {
+    **GGUF_NAMES,
+    "mlp.alpha_p": "xielu.alpha_p.{layer}",
+    "mlp.alpha_n": "xielu.alpha_n.{layer}",
+}
 _MOE: Names = {
     **GGUF_NAMES,
     "mlp.router": _AT + "ffn_gate_inp",
@@ -123,6 +128,7 @@ FAMILIES = (
     GGUFFamily("hunyuan-dense", "hunyuan"),
     GGUFFamily("seed_oss", "seed_oss", names=_LATE_NORM),
     GGUFFamily("ernie4_5", "ernie4_5"),
+    GGUFFamily("apertus", "apertus", names=_APERTUS),
     GGUFFamily("arcee", "arcee", permuted=True),
     GGUFFamily(
         "qwen3moe", "qwen3_moe", names=_MOE, values={"norm_topk_prob": True},

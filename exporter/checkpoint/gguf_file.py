@@ -16,6 +16,7 @@ from pagelet.exporter.checkpoint.files import SourceFile
 from pagelet.exporter.checkpoint.gguf_config import spec_from_metadata
 from pagelet.exporter.checkpoint.gguf_header import GGUFHeader, read_header
 from pagelet.exporter.checkpoint.gguf_rope import read_factors
+from pagelet.exporter.checkpoint.gguf_xielu import xielu_tensors
 from pagelet.exporter.checkpoint.sources import Source, match_weights
 from pagelet.exporter.checkpoint.tensor_info import TensorInfo
 from pagelet.models.errors import UnsupportedError
@@ -30,7 +31,12 @@ class GGUFCheckpoint(Checkpoint):
     kind = "gguf"
 
     def __init__(
-        self, file: SourceFile, header: GGUFHeader, spec: ModelSpec, sources: Mapping[str, Source], permuted: bool
+        self,
+        file: SourceFile,
+        header: GGUFHeader,
+        spec: ModelSpec,
+        sources: Mapping[str, Source],
+        permuted: bool,
     ) -> None:
         """`permuted`: the rows of q and k lie paired for interleaved rotation."""
         files = {file.path.name: file}
@@ -60,7 +66,7 @@ class GGUFCheckpoint(Checkpoint):
         return split(raw.reshape(raw.shape[0], -1, block_bytes))
 
     def _span(self, role: str, start: int, stop: int) -> tuple[int, int, NDArray[np.intp] | None]:
-        """As `Source.span`; of permuted weights all between the first row and the last: two heads more at most.
+        """As `Source.span`; of permuted weights all between the first and the last: two heads more at most.
 
         llama.cpp's converter stores row j + part·D/2 of a head as its row 2j + part: paired for
         interleaved rotation. `source` has them in the model's order, as an adapter does.
@@ -90,9 +96,10 @@ def open_gguf(path: Path) -> GGUFCheckpoint:
             )
         factors = read_factors(header.tensors, file)
         spec, family = spec_from_metadata(header.metadata, header.tensors, factors, str(path))
+        tensors = header.tensors | (xielu_tensors(header, file) if spec.mlp.activation == "xielu" else {})
         readable = [kind.name for kind in GGML_QUANT_SIZES if _can_dequantize(kind)]
         ignored = (*spec.row.ignored, *factors)
-        sources = match_weights(spec, header.tensors, family.names, ignored, readable, str(path))
+        sources = match_weights(spec, tensors, family.names, ignored, readable, str(path))
         checkpoint = GGUFCheckpoint(file, header, spec, sources, family.permuted)
         stack.pop_all()
     return checkpoint

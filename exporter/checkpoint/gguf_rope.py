@@ -31,8 +31,8 @@ ROPE_KEYS = (
     "rope.scaling.factor", "rope.scale_linear", "rope.scaling.attn_factor", "attention.temperature_scale",
     *_ORIGINAL, *_YARN,
 )  # fmt: skip
-# llama.cpp's `yarn_log_mul` is mscale_all_dim beside an mscale that the file lacks: only with 1 is it known.
-ROPE_ONLY = {"rope.scaling.yarn_ext_factor": 1.0, "rope.scaling.yarn_log_mul": 1.0}
+# The logarithm's multiplier is mscale_all_dim beside an mscale that the file lacks: only with 1 is it known.
+ROPE_ONLY = {"rope.scaling.yarn_ext_factor": 1.0, "rope.scaling.yarn_log_multiplier": 1.0}
 
 
 def read_factors(tensors: Mapping[str, TensorInfo], file: SourceFile) -> Factors:
@@ -88,7 +88,9 @@ def _scaling(section: Section, family: GGUFFamily, factors: Factors) -> dict[str
         return _longrope(section, factors)
     temperature = section.values({"attention.temperature_scale": Key("llama_4_scaling_beta", float)})
     if temperature and (family.architecture != "ministral3" or kind != "yarn"):
-        raise UnsupportedError(f"{section.where}: attention.temperature_scale is known of yarn in mistral3 only.")
+        raise UnsupportedError(
+            f"{section.where}: attention.temperature_scale is known of yarn in mistral3 only."
+        )
     if section.positive("rope.scaling.attn_factor", 1.0) != 1.0:
         raise UnsupportedError(f"{section.where}: rope.scaling.attn_factor is known of longrope only.")
     if kind == "none":
@@ -96,7 +98,7 @@ def _scaling(section: Section, family: GGUFFamily, factors: Factors) -> dict[str
     scaling = {"rope_type": kind, "factor": factor}
     if kind == "linear":
         return scaling
-    log_mul = {"mscale": 1.0, "mscale_all_dim": 1.0} if "rope.scaling.yarn_log_mul" in section else {}
+    log_mul = {"mscale": 1.0, "mscale_all_dim": 1.0} if "rope.scaling.yarn_log_multiplier" in section else {}
     return {**scaling, **log_mul, **family.rope, **section.values(_ORIGINAL | _YARN), **temperature}
 
 

@@ -17,7 +17,8 @@ def main(home: str, *paths: str) -> None:
 
     setattr(TextModel, "get_vocab_base_pre", lambda model, tokenizer: "gpt-2")  # noqa: B010
     for folder, out in zip(paths[::2], paths[1::2], strict=True):
-        config = json.loads((Path(folder) / "config.json").read_text())  # as it is, whatever transformers drops
+        # As it is: read through transformers, it would lose what older ones wrote.
+        config = json.loads((Path(folder) / "config.json").read_text())
         kind = get_model_class(get_model_architecture(config, ModelType.TEXT))
         with torch.inference_mode():
             model = kind(Path(folder), gguf.LlamaFileType.ALL_F32, Path(out), hparams=config)

@@ -14,7 +14,7 @@ _LINEAR = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 _TEMPERED = {**YARN, "llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0}
-_GEMMA = {"head_dim": 32, "sliding_window": WINDOW, "query_pre_attn_scalar": 32}
+_GEMMA = {"head_dim": 32, "sliding_window": WINDOW, "query_pre_attn_scalar": 32, "vocab_size": 259}
 # Gemma's largest models are known by their number of layers: 64 / 4 is not the width of a head.
 _WIDE = {**_GEMMA, "query_pre_attn_scalar": 16, "intermediate_size": 32, "num_key_value_heads": 1}
 _PHI = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64}
@@ -59,7 +59,7 @@ GGUF_ROWS = {
     "gpt_neox": ROWS["gpt_neox"],
     "gpt_neox sequential": Row("GPTNeoX", {"use_parallel_residual": False}),
     "gpt2": ROWS["gpt2"],
-    "cohere2": ROWS["cohere2"],
+    "cohere2": Row("Cohere2", {"sliding_window": WINDOW, "head_dim": 16}),
     "exaone4": ROWS["exaone4"],
     "exaone4 full": ROWS["exaone4 full"],
     "hunyuan": ROWS["hunyuan"],
