@@ -71,7 +71,14 @@ def spec_from_metadata(
         config |= _windows(section, row, layers)
     if family.wide_scale:
         config["query_pre_attn_scalar"] = hidden // max(heads, 1) if layers == family.wide_scale else head_dim
-    return with_factors(spec_from_config(config), factors, where), family
+    return with_factors(_spec(config, where), factors, where), family
+
+
+def _spec(config: Mapping[str, Any], where: str) -> ModelSpec:
+    try:
+        return spec_from_config(config)
+    except CheckpointError as error:
+        raise type(error)(f"{where}, read as a config.json: {error}") from error
 
 
 def _check_known(section: Section, family: GGUFFamily, epsilon: str) -> None:

@@ -25,14 +25,14 @@ _YARN = {
     "rope.scaling.yarn_beta_fast": Key("beta_fast", float),
     "rope.scaling.yarn_beta_slow": Key("beta_slow", float),
 }
+_LOG = "rope.scaling.yarn_log_multiplier"
 _ORIGINAL = {"rope.scaling.original_context_length": Key("original_max_position_embeddings")}
 ROPE_KEYS = (
     "rope.freq_base", "rope.freq_base_swa", "rope.dimension_count", "rope.scaling.type",
     "rope.scaling.factor", "rope.scale_linear", "rope.scaling.attn_factor", "attention.temperature_scale",
-    *_ORIGINAL, *_YARN,
+    *_ORIGINAL, *_YARN, _LOG,
 )  # fmt: skip
-# The logarithm's multiplier is mscale_all_dim beside an mscale that the file lacks: only with 1 is it known.
-ROPE_ONLY = {"rope.scaling.yarn_ext_factor": 1.0, "rope.scaling.yarn_log_multiplier": 1.0}
+ROPE_ONLY = {"rope.scaling.yarn_ext_factor": 1.0}
 
 
 def read_factors(tensors: Mapping[str, TensorInfo], file: SourceFile) -> Factors:
@@ -98,8 +98,18 @@ def _scaling(section: Section, family: GGUFFamily, factors: Factors) -> dict[str
     scaling = {"rope_type": kind, "factor": factor}
     if kind == "linear":
         return scaling
-    log_mul = {"mscale": 1.0, "mscale_all_dim": 1.0} if "rope.scaling.yarn_log_multiplier" in section else {}
-    return {**scaling, **log_mul, **family.rope, **section.values(_ORIGINAL | _YARN), **temperature}
+    return {**scaling, **_mscale(section), **family.rope, **section.values(_ORIGINAL | _YARN), **temperature}
+
+
+def _mscale(section: Section) -> dict[str, float]:
+    """The file has config.json's mscale_all_dim, 0 for none, but not the mscale beside it."""
+    if _LOG not in section.present():
+        return {}
+    if section.positive(_LOG) != 1.0:
+        raise UnsupportedError(
+            f"{section.where}: {_LOG} is known as 0 or 1 only: what is beside it is not said."
+        )
+    return {"mscale": 1.0, "mscale_all_dim": 1.0}
 
 
 def _longrope(section: Section, factors: Factors) -> dict[str, Any]:

@@ -124,10 +124,10 @@ def test_transformers_reads_the_same_weights(write_gguf, weights, spec):
     config = LlamaConfig(
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,
-        intermediate_size=spec.intermediate_size,
+        intermediate_size=spec.layers[0].intermediate_size,
         num_hidden_layers=spec.num_layers,
         num_attention_heads=spec.num_heads,
-        num_key_value_heads=spec.num_kv_heads,
+        num_key_value_heads=spec.layers[0].num_kv_heads,
     )
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
@@ -144,19 +144,21 @@ def test_the_spec_is_that_of_the_config(write_gguf, weights, spec):
         ours = checkpoint.spec
         assert checkpoint.text_source["general.architecture"] == "llama"
         assert checkpoint.describe()["kind"] == "gguf"
-    assert ours.norm_epsilon == pytest.approx(spec.norm_epsilon, rel=1e-7)  # float32 in the file
-    assert replace(ours, norm_epsilon=spec.norm_epsilon) == spec
+    assert ours.norm.epsilon == pytest.approx(spec.norm.epsilon, rel=1e-7)  # float32 in the file
+    assert replace(ours, norm=spec.norm) == spec
 
 
 def test_biases_are_found_and_put_back_in_order(write_gguf, weights, spec):
     rng = np.random.default_rng(5)
-    biased = replace(spec, attention_bias=True, mlp_bias=True)
+    attention = replace(spec.attention, bias=True, output_bias=True)
+    biased = replace(spec, attention=attention, mlp=replace(spec.mlp, bias=True))
     everything = {
         role: weights.get(role, rng.standard_normal(shape).astype(np.float32))
         for role, shape in weight_shapes(biased)
     }
     with open_checkpoint(write_gguf(everything)) as checkpoint:
-        assert (checkpoint.spec.attention_bias, checkpoint.spec.mlp_bias) == (True, True)
+        assert checkpoint.spec.attention == attention
+        assert checkpoint.spec.mlp.bias
         for role, array in everything.items():
             np.testing.assert_array_equal(checkpoint.read(role, 3, 41), array[3:41])
 
@@ -170,9 +172,9 @@ def test_without_an_output_weight_the_head_is_tied(write_gguf, weights):
 def test_rope_factors_become_divisors(write_gguf, weights, spec):
     factors = np.linspace(1, 8, 32, dtype=np.float32)
     with open_checkpoint(write_gguf(weights, extra={"rope_freqs.weight": factors})) as checkpoint:
-        rope = checkpoint.spec.rope
+        (rope,) = checkpoint.spec.ropes
         assert checkpoint.unused == ("rope_freqs.weight",)
-    np.testing.assert_array_equal(rope.inverse_frequencies(), spec.rope.inverse_frequencies() / factors)
+    np.testing.assert_array_equal(rope.inverse_frequencies(), spec.ropes[0].inverse_frequencies() / factors)
 
 
 @pytest.mark.parametrize(
@@ -191,15 +193,16 @@ def test_false_rope_factors_are_refused(write_gguf, weights, factors, error, mat
 def test_linear_rope_scaling_is_read(write_gguf, weights):
     path = write_gguf(weights, llama__rope__scaling__type="linear", llama__rope__scaling__factor=4.0)
     with open_checkpoint(path) as checkpoint:
-        assert (checkpoint.spec.rope.scaling, checkpoint.spec.rope.factor) == ("linear", 4.0)
+        (rope,) = checkpoint.spec.ropes
+    assert (rope.scaling, rope.factor) == ("linear", 4.0)
 
 
 @pytest.mark.parametrize(
     ("metadata", "error", "match"),
     [
-        ({"llama__rope__scaling__type": "yarn"}, UnsupportedError, "'yarn'"),
+        ({"llama__rope__scaling__type": "dynamic"}, UnsupportedError, "'dynamic'; known: none, linear"),
         ({"llama__rope__dimension_count": 32}, UnsupportedError, "only 32 of 64 elements are rotated"),
-        ({"llama__expert_count": 8}, UnsupportedError, "mixtures of experts"),
+        ({"llama__expert_count": 8}, CheckpointError, "no 'num_experts_per_tok'"),
         ({"llama__attention__value_length": 32}, UnsupportedError, "different lengths"),
         ({"llama__attention__clamp_kqv": 1.0}, UnsupportedError, "unknown key 'attention.clamp_kqv'"),
         ({"llama__block_count": 2.0}, CheckpointError, "'block_count' is 2.0; expected int"),
