@@ -17,7 +17,7 @@ from pagelet.models.architectures import Architecture, architecture_by_name
 from pagelet.models.config import spec_from_config
 from pagelet.models.errors import CheckpointError, UnsupportedError
 from pagelet.models.names import Names
-from pagelet.models.spec import ModelSpec
+from pagelet.models.spec import LIMITS, ModelSpec
 from pagelet.models.weight_shapes import source_name
 
 _HEADS = ("attention.head_count_kv", "attention.key_length", "attention.value_length")
@@ -102,11 +102,13 @@ def _biases(row: Architecture, names: Names, tensors: Mapping[str, TensorInfo]) 
 def _windows(section: Section, row: Architecture, count: int) -> dict[str, Any]:
     """config.json's keys. The file has a flag for each layer, or a number: of so many the last has none."""
     window = section.integer(_WINDOW, 0)
-    pattern = section.layers(_PATTERN)
-    every = row.full_every if pattern is None else pattern
-    if isinstance(every, int):
-        every = [every < 1 or (layer + 1) % every != 0 for layer in range(min(count, 1024))]
-    if len(every) != count:
-        raise CheckpointError(f"{section.where}: {_PATTERN} has {len(every)} flags for {count} layers.")
-    kinds = ["sliding_attention" if here and window else "full_attention" for here in every]
+    given = section.layers(_PATTERN)
+    if isinstance(given, list):
+        flags = given
+        if len(flags) != count:
+            raise CheckpointError(f"{section.where}: {_PATTERN} has {len(flags)} flags for {count} layers.")
+    else:
+        every = row.full_every if given is None else given
+        flags = [every < 1 or (layer + 1) % every != 0 for layer in range(min(count, LIMITS["num_layers"]))]
+    kinds = ["sliding_attention" if here and window else "full_attention" for here in flags]
     return {"sliding_window": window or None, "layer_types": kinds}

@@ -119,7 +119,7 @@ FAMILIES = (
     GGUFFamily("granite", "granite", permuted=True, keys=_MULTIPLIERS, only={"rope.scaling.finetuned": True},
                unused=_UNUSED_MAMBA),
     GGUFFamily("olmo2", "olmo3", when="attention.sliding_window", windows=True),
-    GGUFFamily("olmo2", "olmo2"),
+    GGUFFamily("olmo2", "olmo2", only={"attention.sliding_window": 0}),
     GGUFFamily("stablelm", "stablelm", keys=_PARALLEL),
     GGUFFamily("gptneox", "gpt_neox", names=_FUSED, keys=_PARALLEL),
     GGUFFamily("gpt2", "gpt2", names=_GPT2),

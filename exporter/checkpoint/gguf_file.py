@@ -96,7 +96,9 @@ def open_gguf(path: Path) -> GGUFCheckpoint:
             )
         factors = read_factors(header.tensors, file)
         spec, family = spec_from_metadata(header.metadata, header.tensors, factors, str(path))
-        tensors = header.tensors | (xielu_tensors(header, file) if spec.mlp.activation == "xielu" else {})
+        tensors = header.tensors
+        if spec.mlp.activation == "xielu":
+            tensors = tensors | xielu_tensors(header, file, spec.num_layers)
         readable = [kind.name for kind in GGML_QUANT_SIZES if _can_dequantize(kind)]
         ignored = (*spec.row.ignored, *factors)
         sources = match_weights(spec, tensors, family.names, ignored, readable, str(path))

@@ -73,8 +73,8 @@ def rope_parameters(section: Section, family: GGUFFamily, factors: Factors, head
         # Whole heads are permuted, so the pairs of a partial rotation would not come out right.
         raise UnsupportedError(f"{section.where}: only {rotary_dim} of {head_dim} elements are rotated.")
     found: dict[str, Any] = {"rope_theta": theta, **_scaling(section, family, factors)}
-    if rotary_dim < head_dim:  # half an element more, that no rounding loses one
-        found["partial_rotary_factor"] = max(rotary_dim + 0.5, 0.5) / head_dim
+    if rotary_dim != head_dim:  # half an element more, that no rounding loses one
+        found["partial_rotary_factor"] = (rotary_dim + 0.5) / max(head_dim, 1)
     return found
 
 
@@ -84,7 +84,7 @@ def _scaling(section: Section, family: GGUFFamily, factors: Factors) -> dict[str
     if kind not in _SCALINGS:
         known = ", ".join(_SCALINGS)
         raise UnsupportedError(f"{section.where}: rope.scaling.type is {kind!r:.80}; known: {known}.")
-    if LONG_FACTORS in factors or kind == "longrope":
+    if not factors.keys().isdisjoint((SHORT_FACTORS, LONG_FACTORS)) or kind == "longrope":
         return _longrope(section, factors)
     temperature = section.values({"attention.temperature_scale": Key("llama_4_scaling_beta", float)})
     if temperature and (family.architecture != "ministral3" or kind != "yarn"):

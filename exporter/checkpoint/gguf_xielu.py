@@ -12,19 +12,21 @@ _OF_LAYERS = ("xielu.alpha_p", "xielu.alpha_n")
 _FIXED = {"xielu.beta": 0.5, "xielu.eps": -1e-6}
 
 
-def xielu_tensors(header: GGUFHeader, file: SourceFile) -> dict[str, TensorInfo]:
-    """A tensor of one element for each layer, "xielu.alpha_p.{layer}" and "xielu.alpha_n.{layer}".
+def xielu_tensors(header: GGUFHeader, file: SourceFile, count: int) -> dict[str, TensorInfo]:
+    """ "xielu.alpha_p.{layer}" and "xielu.alpha_n.{layer}", of one element each, for `count` layers.
 
     Raises:
-        CheckpointError: they are no arrays of float32.
+        CheckpointError: the file does not have one float32 number for each layer.
         UnsupportedError: a parameter that is built in has another value.
     """
     found = {}
     for key in _OF_LAYERS:
         numbers = header.metadata.get(key)
-        if not isinstance(numbers, np.ndarray) or numbers.dtype != np.dtype("<f4"):
-            raise CheckpointError(f"{file.path}: {key!r} is {numbers!r:.80}; expected float32 numbers.")
-        for layer in range(len(numbers)):
+        if not isinstance(numbers, np.ndarray) or (numbers.dtype, len(numbers)) != (np.dtype("<f4"), count):
+            raise CheckpointError(
+                f"{file.path}: {key!r} is {numbers!r:.80}; expected {count} float32 numbers."
+            )
+        for layer in range(count):
             name = f"{key}.{layer}"
             offset = header.arrays[key] + 4 * layer
             found[name] = TensorInfo(name, (1,), "F32", 4, file.path.name, offset)

@@ -1,5 +1,6 @@
 """A GGUF file gives the same bundle as the folder that it was made of: the same logits, to the bit."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +15,11 @@ from families.gguf_rows import GGUF_ROWS
 from families.rows import LONGROPE, WINDOW
 from families.written_gguf import write_gguf
 from gguf.quants import dequantize, quantize
+from safetensors.numpy import save_file
 
 from pagelet.exporter import export
 from pagelet.exporter.checkpoint import open_checkpoint
+from pagelet.models.errors import UnsupportedError
 from pagelet.runtime import Engine, EngineConfig
 
 
@@ -34,6 +37,7 @@ _LONGROPE = {
     "rope_factors_short.weight": LONGROPE["short_factor"],
     "rope_factors_long.weight": LONGROPE["long_factor"],
 }
+_NEOX = {"use_parallel_residual": True, "rope.dimension_count": 4}
 _MOE = {"expert_count": 8, "expert_used_count": 3, "expert_feed_forward_length": 32}
 FILES = [
     File("llama biases", "llama", {"rope.dimension_count": 16, "vocab_size": 320}),
@@ -57,6 +61,7 @@ FILES = [
         "rope.freq_base": 5e5, "rope.freq_base_swa": 5e5,
     }),
     File("qwen3_moe", "qwen3moe", _MOE),
+    File("gpt_neox", "gptneox", _NEOX),
 ]  # fmt: skip
 
 
@@ -115,6 +120,19 @@ def test_fused_rows_keep_their_codes(make_family: MakeFamily, tmp_path: Path) ->
             blocks = checkpoint.read_blocks(f"layers.1.{role}.weight", 5, 30)
             assert blocks is not None
             assert blocks.codes.shape == (25, 64)
+
+
+def test_an_adapter_of_rows_in_another_order_is_refused(make_family: MakeFamily, tmp_path: Path) -> None:
+    _, model = make_family(GGUF_ROWS["gpt_neox"])
+    path = tmp_path / "model.gguf"
+    write_gguf(path, "gptneox", model, _NEOX)
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["query_key_value"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    at = "base_model.model.gpt_neox.layers.1.attention.query_key_value.lora_"
+    factors = {at + "A.weight": np.ones((2, 64), np.float32), at + "B.weight": np.ones((192, 2), np.float32)}
+    save_file(factors, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(UnsupportedError, match="rows a GGUF file has in another order"):
+        open_checkpoint(path, tmp_path)
 
 
 def rounded(array: np.ndarray[Any, Any], kind: str) -> np.ndarray[Any, Any]:

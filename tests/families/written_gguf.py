@@ -64,14 +64,16 @@ def write_gguf(
 
 
 def _common(config: Any) -> dict[str, Any]:
+    of_rms = hasattr(config, "rms_norm_eps")
+    epsilon = config.rms_norm_eps if of_rms else config.layer_norm_eps
     keys = {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "attention.head_count_kv": getattr(config, "num_key_value_heads", config.num_attention_heads),
+        f"attention.layer_norm_{'rms_' if of_rms else ''}epsilon": epsilon,
     }
     if getattr(config, "head_dim", None):
         keys |= {"attention.key_length": config.head_dim, "attention.value_length": config.head_dim}
@@ -104,8 +106,11 @@ def _stacked(model: Any) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def _converted(arch: str, name: str, array: np.ndarray[Any, Any], config: Any) -> np.ndarray[Any, Any]:
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     module = name.split(".")[-2]
+    if module == "query_key_value":  # a head's q, k and v: all heads' q, then k, then v
+        by_head = array.reshape(config.num_attention_heads, 3, -1, *array.shape[1:])
+        return np.ascontiguousarray(by_head.swapaxes(0, 1)).reshape(array.shape)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": getattr(config, "num_key_value_heads", 0)}
     if arch in ("llama", "smollm3", "granite") and module in heads:
         halves = array.reshape(heads[module], 2, -1, *array.shape[1:])
         return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(array.shape)
