@@ -103,6 +103,7 @@ _MOE: Names = {
 _GPT_OSS: Names = {**_MOE, "mlp.norm": _LATE_NORM["mlp.norm"], "attention.sinks": _AT + "attn_sinks.weight"}
 
 FAMILIES = (
+    # Mistral calls itself llama too; a window of its (in version 0.1 of the 7B) is lost when it is converted.
     GGUFFamily("llama", "mixtral", when="expert_count", permuted=True, names=_MOE, keys=_EXPERTS,
                only={"expert_gating_func": 1}),
     GGUFFamily("llama", "llama", permuted=True),
@@ -121,6 +122,7 @@ FAMILIES = (
     GGUFFamily("olmo2", "olmo3", when="attention.sliding_window", windows=True),
     GGUFFamily("olmo2", "olmo2", only={"attention.sliding_window": 0}),
     GGUFFamily("stablelm", "stablelm", keys=_PARALLEL),
+    # Whether its GELU is the exact one (Pythia) or the tanh form is not said: the exact one is built.
     GGUFFamily("gptneox", "gpt_neox", names=_FUSED, keys=_PARALLEL),
     GGUFFamily("gpt2", "gpt2", names=_GPT2),
     GGUFFamily("cohere2", "cohere2", keys={"logit_scale": Key("logit_scale", float)}, windows=True),

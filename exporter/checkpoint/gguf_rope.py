@@ -65,7 +65,7 @@ def rope_parameters(section: Section, family: GGUFFamily, factors: Factors, head
         UnsupportedError: a scaling that is not known, or a rotation that cannot be told from the file.
         CheckpointError: a value makes no sense.
     """
-    theta = section.positive("rope.freq_base", 10000.0)
+    theta = section.positive("rope.freq_base", 10000.0)  # unsaid of GPT-NeoX and StableLM
     if "rope.freq_base_swa" not in family.keys and section.positive("rope.freq_base_swa", theta) != theta:
         raise UnsupportedError(f"{section.where}: layers with a window have a rope base of their own.")
     rotary_dim = section.integer("rope.dimension_count", head_dim)
