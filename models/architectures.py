@@ -69,8 +69,6 @@ class Architecture:
         model: its fields of `ModelSpec`.
         scaled_embedding: the table's rows are scaled by the square root of their width.
         routing: of `ExpertsSpec`.
-        gguf_name: `general.architecture` in a GGUF file.
-        gguf_permutes_rotary: GGUF stores q and k rows paired for interleaved rotation.
     """
 
     name: str
@@ -92,8 +90,6 @@ class Architecture:
     model: Mapping[str, Any] = field(default_factory=dict, hash=False)
     scaled_embedding: bool = False
     routing: str = "softmax_topk"
-    gguf_name: str = ""
-    gguf_permutes_rotary: bool = False
 
 
 _LAYER_NORM = {"type": "layer", "bias": True}
@@ -103,22 +99,20 @@ ARCHITECTURES = (
     Architecture(
         "llama", ("LlamaForCausalLM",),
         reads=("attention_bias", "mlp_bias"), ignored=("rotary_emb.inv_freq",),
-        gguf_name="llama", gguf_permutes_rotary=True,
     ),
     Architecture(  # Mistral's GGUF files call themselves llama
         "mistral", ("MistralForCausalLM", "MinistralForCausalLM"), reads=_WINDOWS,
     ),
     Architecture("ministral3", ("Ministral3ForCausalLM",), reads=_WINDOWS),
-    Architecture("qwen2", ("Qwen2ForCausalLM",), reads=_QWEN_WINDOWS, attention={"bias": True},
-                 gguf_name="qwen2"),
+    Architecture("qwen2", ("Qwen2ForCausalLM",), reads=_QWEN_WINDOWS, attention={"bias": True}),
     Architecture("qwen3", ("Qwen3ForCausalLM",), QK_NORMS, reads=("attention_bias", *_QWEN_WINDOWS),
-                 attention=_HEAD_NORM, gguf_name="qwen3"),
+                 attention=_HEAD_NORM),
     Architecture(
         "gemma2", ("Gemma2ForCausalLM",), SANDWICH, reads=_GEMMA, keys={"hidden_act": "hidden_activation"},
         values={"tie_word_embeddings": True, "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0,
                 "final_logit_softcapping": 30.0, "sliding_window": 4096, "head_dim": 256},
         activations=("gelu_pytorch_tanh",), block="sandwich", norm_offset=1.0, full_every=2,
-        scaled_embedding=True, gguf_name="gemma2",
+        scaled_embedding=True,
     ),
     Architecture(
         "gemma3", ("Gemma3ForCausalLM",), SANDWICH,
@@ -127,7 +121,7 @@ ARCHITECTURES = (
         values={"tie_word_embeddings": True, "query_pre_attn_scalar": 256, "sliding_window": 4096,
                 "head_dim": 256, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
         activations=("gelu_pytorch_tanh",), block="sandwich", norm_offset=1.0, full_every=6,
-        scaled_embedding=True, attention=_HEAD_NORM, gguf_name="gemma3",
+        scaled_embedding=True, attention=_HEAD_NORM,
     ),
     Architecture(
         "gemma4", ("Gemma4ForCausalLM",), GEMMA4,
@@ -146,13 +140,12 @@ ARCHITECTURES = (
     ),
     Architecture(
         "phi3", ("Phi3ForCausalLM",), PHI3,
-        reads=(*_WINDOWS, "original_max_position_embeddings"), gguf_name="phi3",
+        reads=(*_WINDOWS, "original_max_position_embeddings"),
     ),
     Architecture(
         "smollm3", ("SmolLM3ForCausalLM",),
         reads=("attention_bias", "mlp_bias", "no_rope_layers", "no_rope_layer_interval", *_QWEN_WINDOWS),
         values={"tie_word_embeddings": True, "rope_theta": 2e6, "no_rope_layer_interval": 4},
-        gguf_name="smollm3",
     ),
     Architecture("granite", ("GraniteForCausalLM",), reads=("attention_bias", "mlp_bias", *_MULTIPLIERS)),
     Architecture(
@@ -188,7 +181,8 @@ ARCHITECTURES = (
         reads=("attention_bias", "use_parallel_residual", "rotary_pct", "rotary_emb_base"),
         keys={"rms_norm_eps": "layer_norm_eps", "partial_rotary_factor": "rotary_pct",
               "rope_theta": "rotary_emb_base"},
-        values={"attention_bias": True, "mlp_bias": True, "use_parallel_residual": True, "rotary_pct": 0.25},
+        values={"attention_bias": True, "mlp_bias": True, "use_parallel_residual": True,
+                "partial_rotary_factor": 0.25},
         ignored=("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq"),
         activations=("gelu", "gelu_new", "gelu_pytorch_tanh", "relu"), gated=False, norm=_LAYER_NORM,
     ),
@@ -247,9 +241,7 @@ RECURRENT = ("Qwen3_5", "Qwen3Next", "Lfm2", "Lfm3", "NemotronH", "Mamba", "Falc
 
 
 def _known() -> str:
-    names = [*(name for row in ARCHITECTURES for name in row.hf_classes)]
-    gguf = [row.gguf_name for row in ARCHITECTURES if row.gguf_name]
-    return f"{', '.join(names)}; in GGUF files {', '.join(gguf)}"
+    return ", ".join(name for row in ARCHITECTURES for name in row.hf_classes)
 
 
 def architecture_by_name(name: str) -> Architecture:
@@ -272,11 +264,3 @@ def architecture_of_hf(classes: object) -> Architecture:
             "models whose layers all attend are served."
         )
     raise UnsupportedError(f"Unknown architecture ({found}) in config.json; known: {_known()}.")
-
-
-def architecture_of_gguf(name: str) -> Architecture:
-    """The row that serves a GGUF file's `general.architecture`."""
-    for row in ARCHITECTURES:
-        if name and row.gguf_name == name:
-            return row
-    raise UnsupportedError(f"Unknown architecture {name!r} in the GGUF file; known: {_known()}.")

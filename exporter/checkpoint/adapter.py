@@ -24,7 +24,8 @@ from pagelet.exporter.checkpoint.safetensors_header import read_header
 from pagelet.exporter.checkpoint.tensor_info import TensorInfo
 from pagelet.models.errors import CheckpointError, UnsupportedError
 from pagelet.models.manifest import hash_file
-from pagelet.models.weight_shapes import source_name
+from pagelet.models.names import Part
+from pagelet.models.weight_shapes import Role, source_name
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -187,6 +188,7 @@ def _changes(base: Checkpoint, parts: Parts, config: LoraConfig, where: str) -> 
     _check_saved(found, config, where)
     changes: dict[str, _Change] = {}
     for weight, tensors in found.items():
+        _check_order(base, weight, roles[weight][0])
         change = _change(_whole_shape(base, roles[weight][0]), weight, tensors, parts, config)
         changes |= dict.fromkeys(roles[weight], change)
     if parts.left:
@@ -197,6 +199,17 @@ def _changes(base: Checkpoint, parts: Parts, config: LoraConfig, where: str) -> 
             "too is not said. Merge it with PEFT first."
         )
     return changes
+
+
+def _check_order(base: Checkpoint, weight: str, role: str) -> None:
+    """A GGUF file has the rows of some fused tensors in another order than the adapter's."""
+    part = base.spec.row.names[Role.parse(role).stem]
+    fused = isinstance(part, Part) and (part.by_head or part.pairs or part.experts or part.transposed)
+    if fused and base.kind == "gguf":
+        raise UnsupportedError(
+            f"the adapter changes {weight}, whose rows a GGUF file has in another order; "
+            "export the folder of the original."
+        )
 
 
 def _place(tensor: str) -> tuple[str, str]:

@@ -1,7 +1,7 @@
 """A GGUF file: every tensor type that the gguf package can dequantize, and exact blocks of three."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -15,13 +15,13 @@ from pagelet.exporter.checkpoint.base import Blocks, Checkpoint
 from pagelet.exporter.checkpoint.files import SourceFile
 from pagelet.exporter.checkpoint.gguf_config import spec_from_metadata
 from pagelet.exporter.checkpoint.gguf_header import GGUFHeader, read_header
-from pagelet.exporter.checkpoint.sources import match_weights
+from pagelet.exporter.checkpoint.gguf_rope import read_factors
+from pagelet.exporter.checkpoint.gguf_xielu import xielu_tensors
+from pagelet.exporter.checkpoint.sources import Source, match_weights
 from pagelet.exporter.checkpoint.tensor_info import TensorInfo
-from pagelet.models.errors import CheckpointError, UnsupportedError
-from pagelet.models.names import GGUF_NAMES
+from pagelet.models.errors import UnsupportedError
 from pagelet.models.spec import ModelSpec
 
-ROPE_FACTORS = "rope_freqs.weight"
 _HALF = np.dtype("<f2")
 
 
@@ -30,45 +30,53 @@ class GGUFCheckpoint(Checkpoint):
 
     kind = "gguf"
 
+    def __init__(
+        self,
+        file: SourceFile,
+        header: GGUFHeader,
+        spec: ModelSpec,
+        sources: Mapping[str, Source],
+        permuted: bool,
+    ) -> None:
+        """`permuted`: the rows of q and k lie paired for interleaved rotation."""
+        files = {file.path.name: file}
+        super().__init__(file.path, spec, files, header.tensors, sources, header.metadata)
+        self._permuted = permuted
+
     def read(self, role: str, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
-        info = self.weights[role]
-        start, stop = self._rows(role, start, stop)
+        info, (start, stop) = self._sources[role].info, self._rows(role, start, stop)
+        low, high, picked = self._span(role, start, stop)
         if len(info.shape) == 1:
             # One element is no whole block: a vector is small, so it is read as one row.
-            values = _dequantize(self._read_rows(_as_row(info), 0, 1), info.dtype).reshape(-1)
-            rows = self._file_rows(role, start, stop)
-            return values[start:stop] if rows is None else values.take(rows)
-        raw = self._read_file_rows(role, info, start, stop)
+            values = _dequantize(self._read_rows(_as_row(info), 0, 1), info.dtype).reshape(-1)[low:high]
+            return values if picked is None else values[picked]
+        raw = self._read_rows(info, low, high)
+        raw = raw if picked is None else raw[picked]
         return _dequantize(raw, info.dtype).reshape(stop - start, *info.shape[1:])
 
     def read_blocks(self, role: str, start: int = 0, stop: int | None = None) -> Blocks | None:
-        info = self.weights[role]
+        info = self._sources[role].info
         if info.dtype not in _SPLIT or len(info.shape) != 2:
             return None
-        raw = self._read_file_rows(role, info, *self._rows(role, start, stop))
+        low, high, picked = self._span(role, *self._rows(role, start, stop))
+        raw = self._read_rows(info, low, high)
+        raw = raw if picked is None else raw[picked]
         _, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[info.dtype]]
         split = _SPLIT[info.dtype]
         return split(raw.reshape(raw.shape[0], -1, block_bytes))
 
-    def _read_file_rows(self, role: str, info: TensorInfo, start: int, stop: int) -> NDArray[np.uint8]:
-        """The raw rows; of permuted weights all between the first and the last: two heads more at most."""
-        rows = self._file_rows(role, start, stop)
-        if rows is None:
-            return self._read_rows(info, start, stop)
-        first = int(rows.min())
-        return self._read_rows(info, first, int(rows.max()) + 1)[rows - first]
-
-    def _file_rows(self, role: str, start: int, stop: int) -> NDArray[np.intp] | None:
-        """Where the rows [start:stop] of q or k lie in the file; None if where they belong.
+    def _span(self, role: str, start: int, stop: int) -> tuple[int, int, NDArray[np.intp] | None]:
+        """As `Source.span`; of permuted weights all between the first and the last: two heads more at most.
 
         llama.cpp's converter stores row j + part·D/2 of a head as its row 2j + part: paired for
-        interleaved rotation.
+        interleaved rotation. `source` has them in the model's order, as an adapter does.
         """
-        permuted = role.rsplit(".", 1)[0].endswith(("attention.q", "attention.k"))
-        if not (permuted and self.spec.row.gguf_permutes_rotary):
-            return None
+        if not (self._permuted and role.rsplit(".", 1)[0].endswith(("attention.q", "attention.k"))):
+            return self._sources[role].span(start, stop)
         rows, half = np.arange(start, stop), self.spec.layers[0].head_dim // 2
-        return rows - rows % (2 * half) + 2 * (rows % half) + rows // half % 2
+        rows = rows - rows % (2 * half) + 2 * (rows % half) + rows // half % 2
+        low = int(rows.min())
+        return low, int(rows.max()) + 1, rows - low
 
 
 def open_gguf(path: Path) -> GGUFCheckpoint:
@@ -86,33 +94,17 @@ def open_gguf(path: Path) -> GGUFCheckpoint:
             raise UnsupportedError(
                 f"{path} is one of several parts; join them with `llama-gguf-split --merge` first."
             )
-        spec = spec_from_metadata(header.metadata, header.tensors, str(path))
-        spec = _with_rope_factors(spec, header, file)
+        factors = read_factors(header.tensors, file)
+        spec, family = spec_from_metadata(header.metadata, header.tensors, factors, str(path))
+        tensors = header.tensors
+        if spec.mlp.activation == "xielu":
+            tensors = tensors | xielu_tensors(header, file, spec.num_layers)
         readable = [kind.name for kind in GGML_QUANT_SIZES if _can_dequantize(kind)]
-        ignored = (*spec.row.ignored, ROPE_FACTORS)
-        weights = match_weights(spec, header.tensors, GGUF_NAMES, ignored, readable, str(path))
-        files = {path.name: file}
-        checkpoint = GGUFCheckpoint(path, spec, files, header.tensors, weights, header.metadata)
+        ignored = (*spec.row.ignored, *factors)
+        sources = match_weights(spec, tensors, family.names, ignored, readable, str(path))
+        checkpoint = GGUFCheckpoint(file, header, spec, sources, family.permuted)
         stack.pop_all()
     return checkpoint
-
-
-def _with_rope_factors(spec: ModelSpec, header: GGUFHeader, file: SourceFile) -> ModelSpec:
-    """A file may carry the divisors of the rotary frequencies, one for each pair (Llama 3.1 and later)."""
-    info = header.tensors.get(ROPE_FACTORS)
-    if info is None:
-        return spec
-    rope = spec.ropes[0]
-    if info.dtype != "F32" or info.shape != (rope.rotary_dim // 2,) or rope.scaling != "none":
-        raise UnsupportedError(
-            f"{file.path}: {ROPE_FACTORS} is {info.dtype} {list(info.shape)} beside rope scaling "
-            f"{rope.scaling!r}; expected F32 [{rope.rotary_dim // 2}] and no other scaling."
-        )
-    divisors = file.read(info.offset, info.nbytes).view("<f4")
-    if not (np.isfinite(divisors) & (divisors > 0)).all():
-        raise CheckpointError(f"{file.path}: {ROPE_FACTORS} holds values that are not positive numbers.")
-    rope = dataclasses.replace(rope, scaling="factors", frequency_divisors=tuple(divisors.tolist()))
-    return dataclasses.replace(spec, ropes=(rope,))
 
 
 def _as_row(info: TensorInfo) -> TensorInfo:

@@ -42,10 +42,14 @@ _SCALARS = {
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """Metadata (arrays of numbers as NumPy arrays, arrays of strings as lists) and tensors by name."""
+    """Metadata (arrays of numbers as NumPy arrays, arrays of strings as lists) and tensors by name.
+
+    `arrays`: of each array of numbers in the metadata, its first byte in the file.
+    """
 
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
+    arrays: dict[str, int]
 
 
 def read_header(file: SourceFile) -> GGUFHeader:
@@ -64,7 +68,8 @@ def read_header(file: SourceFile) -> GGUFHeader:
         raise UnsupportedError(f"{file.path} has GGUF version {version}; versions 2 and 3 are read: {hint}")
     tensor_count = cursor.bounded(8, MAX_TENSORS, "tensors")
     pair_count = cursor.bounded(8, MAX_PAIRS, "key-value pairs")
-    metadata = _named(cursor, pair_count, lambda _: _value(cursor))
+    arrays: dict[str, int] = {}
+    metadata = _named(cursor, pair_count, lambda name: _pair(cursor, name, arrays))
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or not 1 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
         raise CheckpointError(
@@ -73,7 +78,7 @@ def read_header(file: SourceFile) -> GGUFHeader:
         )
     tensors = _named(cursor, tensor_count, lambda name: _tensor(cursor, name, alignment))
     start = -(-cursor.position // alignment) * alignment
-    return GGUFHeader(metadata, _placed(tensors, start, file))
+    return GGUFHeader(metadata, _placed(tensors, start, file), arrays)
 
 
 class _Cursor:
@@ -128,6 +133,13 @@ def _named(cursor: _Cursor, count: int, read: Callable[[str], Item]) -> dict[str
             raise CheckpointError(f"{cursor.file.path}: {name!r} stands twice in the header.")
         found[name] = read(name)
     return found
+
+
+def _pair(cursor: _Cursor, name: str, arrays: dict[str, int]) -> Any:
+    value = _value(cursor)
+    if isinstance(value, np.ndarray):
+        arrays[name] = cursor.position - value.nbytes
+    return value
 
 
 def _value(cursor: _Cursor, nesting: int = 0, kind: int | None = None) -> Any:

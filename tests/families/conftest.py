@@ -17,21 +17,27 @@ def make_family(tmp_path: Path, byte_tokenizer: Callable[[Path], None]) -> MakeF
     """Writes a checkpoint as `save_pretrained` does; the folder, and transformers' own model of it."""
 
     def make(row: Row) -> tuple[Path, Any]:
-        transformers.utils.logging.disable_progress_bar()
-        torch.manual_seed(0)
-        config = getattr(transformers, f"{row.kind}Config")(**config_options(row))
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-        for name, parameter in model.named_parameters():
-            shake(name, parameter)
-        for name, buffer in model.named_buffers():
-            if name.endswith("layer_scalar"):
-                buffer.fill_(0.8)
         folder = tmp_path / "checkpoint"
-        model.save_pretrained(folder)
+        model = write_family(row, folder)
         byte_tokenizer(folder)
         return folder, model
 
     return make
+
+
+def write_family(row: Row, folder: Path) -> Any:
+    """The weights and their config; transformers' own model of them."""
+    transformers.utils.logging.disable_progress_bar()
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{row.kind}Config")(**config_options(row))
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for name, parameter in model.named_parameters():
+        shake(name, parameter)
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.fill_(0.8)
+    model.save_pretrained(folder)
+    return model
 
 
 def shake(name: str, parameter: torch.nn.Parameter) -> None:
