@@ -66,11 +66,12 @@ ROWS = {
                                "attention_multiplier": 0.1, "logits_scaling": 4.0, "attention_bias": True}),
     "granite4 dense": Row("GraniteMoeHybrid", {
         "num_local_experts": 0, "shared_intermediate_size": 96, "layer_types": ["full_attention"] * LAYERS,
-        "position_embedding_type": "rope", "residual_multiplier": 0.4, "embedding_multiplier": 2.0,
+        "position_embedding_type": "rope", "attention_multiplier": 0.2, "residual_multiplier": 0.4,
+        "embedding_multiplier": 2.0,
     }),
     "granite4 dense, no rope": Row("GraniteMoeHybrid", {
         "num_local_experts": 0, "shared_intermediate_size": 96, "layer_types": ["full_attention"] * LAYERS,
-        "position_embedding_type": "nope",
+        "position_embedding_type": "nope", "attention_multiplier": 0.2,
     }),
     "olmo2": Row("Olmo2"),
     "olmo3": Row("Olmo3", {"sliding_window": WINDOW, "layer_types": _HALF}),
