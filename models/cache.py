@@ -52,11 +52,13 @@ def cache_bytes_per_token(spec: ModelSpec, type_name: str) -> int:
 
 def group_bytes_per_token(spec: ModelSpec, type_name: str) -> tuple[int, ...]:
     """`cache_bytes_per_token` of the layers of each group in `spec.window_groups`."""
-    row = cache_type(type_name)
     sizes = [0] * len(spec.window_groups)
-    for index, layer in enumerate(spec.layers):
-        if layer.shares_cache:
-            continue
-        head_bytes = layer.head_dim * row.bytes_per_value + row.bytes_per_scale
-        sizes[spec.group_of(index)] += 2 * layer.num_kv_heads * head_bytes
+    for layer in spec.cache_owners:
+        sizes[spec.group_of(layer)] += layer_bytes_per_token(spec, layer, type_name)
     return tuple(sizes)
+
+
+def layer_bytes_per_token(spec: ModelSpec, layer: int, type_name: str) -> int:
+    """Bytes of one token's keys and values as a layer reads them, its own or another's."""
+    row, kind = cache_type(type_name), spec.layers[layer]
+    return 2 * kind.num_kv_heads * (kind.head_dim * row.bytes_per_value + row.bytes_per_scale)

@@ -275,6 +275,12 @@ class ModelSpec:
         return tuple(f"layers.{layer}.{name}" for name in names[self.block])
 
 
+def read_share(spec: ModelSpec, tokens: int) -> float:
+    """Of all experts, those that so many tokens go through at most."""
+    experts = spec.experts
+    return min(tokens * experts.per_token / experts.count, 1.0) if experts else 1.0
+
+
 def check_limits(**sizes: int) -> None:
     """Sizes by their names in LIMITS.
 

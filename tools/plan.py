@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pagelet.models.cache import CACHE_TYPES, cache_bytes_per_token
-from pagelet.models.spec import ModelSpec
+from pagelet.models.spec import ModelSpec, read_share
 from pagelet.models.weight_shapes import weight_shapes
 from pagelet.plugins.float_packing import FloatFormat
 from pagelet.plugins.packing import LinearFormat
@@ -80,10 +80,13 @@ class Draft:
 def weight_bytes(spec: ModelSpec, kind: str) -> int:
     """Bytes of the weights: matrices in `kind`, embedding and head as the exporter stores them beside it,
     norms and biases in float32."""
-    return sum(
-        _tensor_bytes(shape, _TABLES.get(kind, kind) if role in ("embedding.weight", "head.weight") else kind)
-        for role, shape in weight_shapes(spec)
-    )
+    return sum(_tensor_bytes(shape, _stored_as(role, kind)) for role, shape in weight_shapes(spec))
+
+
+def _stored_as(role: str, kind: str) -> str:
+    if role in ("embedding.weight", "head.weight"):
+        return _TABLES.get(kind, kind)
+    return "fp32" if role == "positions.weight" or role.endswith("mlp.router.weight") else kind
 
 
 def _tensor_bytes(shape: tuple[int, ...], kind: str) -> int:
@@ -129,7 +132,7 @@ def plan(
     )
     rate = None
     if bandwidth:
-        rate = sequences * bandwidth / (_bytes_read(spec, weights) + cache)
+        rate = sequences * bandwidth / (_bytes_read(spec, weights, sequences) + cache)
     return Plan(
         weight_bytes={kind: weight_bytes(spec, kind) for kind in WEIGHT_TYPES},
         cache_bytes_per_token={name: cache_bytes_per_token(spec, name) for name in CACHE_TYPES},
@@ -152,7 +155,15 @@ def _cache_shape(spec: ModelSpec, cache_type: str) -> CacheShape:
     return CacheShape.of(spec, cache_type, BLOCK_SIZE, EngineConfig().max_step_tokens)
 
 
-def _bytes_read(spec: ModelSpec, kind: str) -> int:
-    """Bytes of weights that one step reads: all but an embedding table that is not the head too."""
-    table = _tensor_bytes((spec.vocab_size, spec.hidden_size), _TABLES.get(kind, kind))
-    return weight_bytes(spec, kind) - (0 if spec.tie_embeddings else table)
+def _bytes_read(spec: ModelSpec, kind: str, sequences: int) -> float:
+    """Bytes of weights that one step of so many tokens reads: of tables that are looked up, next to nothing;
+    of experts, as many as the tokens choose if all choose others."""
+    tables = {"positions.weight", "layer_inputs.table.weight"} | (
+        set() if spec.tie_embeddings else {"embedding.weight"}
+    )
+    return sum(
+        _tensor_bytes(shape, _stored_as(role, kind))
+        * (read_share(spec, sequences) if ".experts." in role else 1)
+        for role, shape in weight_shapes(spec)
+        if role not in tables
+    )

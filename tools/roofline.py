@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from pagelet.models.cache import group_bytes_per_token
-from pagelet.models.manifest import Manifest, TensorEntry
+from pagelet.models.cache import layer_bytes_per_token
+from pagelet.models.manifest import Manifest
+from pagelet.models.spec import read_share
 
 _BUFFER_BYTES = 384 << 20  # more than any cache of a processor
 _MATRIX = 1024
@@ -89,10 +90,10 @@ def _limits(work: Work, seconds: float, roofline: Roofline) -> Limits:
 def decode_work(manifest: Manifest, context: int, sequences: int) -> Work:
     """One decode step: a new token for each of `sequences`, whose caches hold `context` tokens on average.
 
-    Linear weights and the head are read once for all of them, each cache once; of an embedding table that
-    is not the head too, only rows.
+    Linear weights and the head are read once for all of them, each cache once by each layer that reads it; of
+    tables, only rows; of experts, as many as the tokens choose if all choose others.
     """
-    weights = _linear(manifest.tensors[name] for name in (*_layers(manifest), _head(manifest)))
+    weights = _linear(manifest, (*_layers(manifest), _head(manifest)), sequences)
     cache, attention = _attention(manifest, [context])
     return Work(
         weights.read_bytes + sequences * cache,
@@ -106,8 +107,8 @@ def prefill_work(manifest: Manifest, prompt_tokens: int, sequences: int, step_to
 
     The head multiplies each prompt's last row only. The cache is read once for each chunk of a prompt.
     """
-    layers = _linear(manifest.tensors[name] for name in _layers(manifest))
-    head = _linear([manifest.tensors[_head(manifest)]])
+    layers = _linear(manifest, _layers(manifest), step_tokens)
+    head = _linear(manifest, [_head(manifest)], step_tokens)
     steps = math.ceil(sequences * prompt_tokens / step_tokens)
     ends = [*range(step_tokens, prompt_tokens, step_tokens), prompt_tokens]
     cache, _ = _attention(manifest, ends)
@@ -124,15 +125,16 @@ def _head(manifest: Manifest) -> str:
 
 
 def _layers(manifest: Manifest) -> list[str]:
-    return [name for name in manifest.tensors if name not in ("embedding", "head")]
+    return [name for name in manifest.tensors if name not in ("embedding", "head", "layer_inputs.table")]
 
 
-def _linear(tensors: Iterable[TensorEntry]) -> Work:
-    """One row through these weights."""
+def _linear(manifest: Manifest, names: Iterable[str], rows: int) -> Work:
+    """One row through these weights; what is read, of `rows` together."""
     read = int8 = float32 = 0
-    for tensor in tensors:
-        read += tensor.bytes
-        macs = math.prod(tensor.shape)
+    for name in names:
+        tensor, expert = manifest.tensors[name], ".experts." in name
+        read += int(tensor.bytes * (read_share(manifest.spec, rows) if expert else 1))
+        macs = int(math.prod(tensor.shape) * (read_share(manifest.spec, 1) if expert else 1))
         int8 += macs if tensor.type in _INTEGER_TYPES else 0
         float32 += macs if tensor.type not in _INTEGER_TYPES else 0
     return Work(read, int8, float32)
@@ -141,15 +143,11 @@ def _linear(tensors: Iterable[TensorEntry]) -> Work:
 def _attention(manifest: Manifest, lengths: Sequence[int]) -> tuple[int, int]:
     """Cache bytes and multiply-adds of one row of queries over each of `lengths` tokens, in all layers."""
     spec = manifest.spec
-    token_bytes = group_bytes_per_token(spec, manifest.cache_type)
     read = macs = 0
-    for group, window in enumerate(spec.window_groups):
-        tokens = sum(min(length, window or length) for length in lengths)
-        read += token_bytes[group] * tokens
-        queries = sum(
-            spec.query_size(layer) for layer in range(spec.num_layers) if spec.group_of(layer) == group
-        )
-        macs += 2 * queries * tokens  # query × key, then weight × value
+    for layer, kind in enumerate(spec.layers):
+        tokens = sum(min(length, kind.window or length) for length in lengths)
+        read += layer_bytes_per_token(spec, layer, manifest.cache_type) * tokens
+        macs += 2 * spec.query_size(layer) * tokens  # query × key, then weight × value
     return read, macs
 
 

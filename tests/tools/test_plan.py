@@ -136,3 +136,25 @@ def test_a_bundle_is_planned_as_it_is(
         assert main(["plan", str(tmp_path / "b"), "--memory", "1GiB", "--json", *given]) == 0
         made = json.loads(capsys.readouterr().out)
         assert (made["weights"], made["cache_type"]) == expected
+
+
+def test_a_step_reads_the_experts_that_its_tokens_choose() -> None:
+    """Two of four experts for one token, all for two; a router in float32; of tables only rows."""
+    config = {
+        "architectures": ["MixtralForCausalLM"], "hidden_act": "silu", "vocab_size": 64, "hidden_size": 32,
+        "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1,
+        "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "num_local_experts": 4, "num_experts_per_tok": 2,
+    }  # fmt: skip
+    spec = spec_from_config(config)
+    norms, router, attention, experts, head = (
+        3 * 32 * 4,
+        4 * 32 * 4,
+        4 * 32 * 32 * 2,
+        4 * 3 * 32 * 64 * 2,
+        64 * 32 * 2,
+    )
+    assert weight_bytes(spec, "bf16") == norms + router + attention + experts + 2 * head
+    for sequences, share in ((1, 0.5), (2, 1), (9, 1)):
+        made = plan(spec, 1 << 30, weights="bf16", context=32, sequences=sequences, bandwidth=1e9)
+        read = norms + router + attention + share * experts + head + made.cache_bytes
+        assert made.decode_tokens_per_second == pytest.approx(sequences * 1e9 / read)
