@@ -161,9 +161,9 @@ def _bytes_read(spec: ModelSpec, kind: str, sequences: int) -> float:
     tables = {"positions.weight", "layer_inputs.table.weight"} | (
         set() if spec.tie_embeddings else {"embedding.weight"}
     )
+    share = read_share(spec, sequences)
     return sum(
-        _tensor_bytes(shape, _stored_as(role, kind))
-        * (read_share(spec, sequences) if ".experts." in role else 1)
+        _tensor_bytes(shape, _stored_as(role, kind)) * (share if ".experts." in role else 1)
         for role, shape in weight_shapes(spec)
         if role not in tables
     )

@@ -146,13 +146,8 @@ def test_a_step_reads_the_experts_that_its_tokens_choose() -> None:
         "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "num_local_experts": 4, "num_experts_per_tok": 2,
     }  # fmt: skip
     spec = spec_from_config(config)
-    norms, router, attention, experts, head = (
-        3 * 32 * 4,
-        4 * 32 * 4,
-        4 * 32 * 32 * 2,
-        4 * 3 * 32 * 64 * 2,
-        64 * 32 * 2,
-    )
+    norms, router, head = 3 * 32 * 4, 16 * 32 * 4, 64 * 32 * 2  # a tile has 16 outputs
+    attention, experts = 4 * 32 * 32 * 2, 4 * 3 * 32 * 64 * 2
     assert weight_bytes(spec, "bf16") == norms + router + attention + experts + 2 * head
     for sequences, share in ((1, 0.5), (2, 1), (9, 1)):
         made = plan(spec, 1 << 30, weights="bf16", context=32, sequences=sequences, bandwidth=1e9)
