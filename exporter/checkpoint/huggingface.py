@@ -13,6 +13,7 @@ from pagelet.exporter.checkpoint.base import Blocks, Checkpoint, Fp8Rows
 from pagelet.exporter.checkpoint.files import SourceFile, read_json
 from pagelet.exporter.checkpoint.fp8 import FP8_COMPANIONS, FP8_DTYPE, read_scales
 from pagelet.exporter.checkpoint.packed import PackedExperts, PackedWeight, Parts, Scheme, scheme_of
+from pagelet.exporter.checkpoint.packed.settings import settings_beside
 from pagelet.exporter.checkpoint.safetensors_header import read_header
 from pagelet.exporter.checkpoint.sources import Source, match_weights
 from pagelet.exporter.checkpoint.tensor_info import TensorInfo
@@ -115,6 +116,8 @@ def open_huggingface(folder: Path) -> HuggingFaceCheckpoint:
     """
     whole = read_json(folder / "config.json")
     config = text_config(whole)
+    if not config.get("quantization_config") and (beside := settings_beside(folder)):
+        config = {**config, "quantization_config": beside}
     spec = spec_from_config(config)
     scheme = scheme_of(config)
     with ExitStack() as stack:

@@ -123,6 +123,32 @@ def test_logits_are_those_of_the_dequantized_weights(form: str, make_packed: Any
     np.testing.assert_array_equal(*logits)  # the same float32 weights in the same graph
 
 
+@pytest.mark.parametrize(
+    ("form", "name", "words"),
+    [
+        ("gptq-sym", "quantize_config.json", {}),
+        ("awq", "quant_config.json", {"bits": "w_bit", "group_size": "q_group_size"}),
+    ],
+)
+def test_settings_in_a_file_of_their_own(
+    form: str, name: str, words: dict[str, str], make_packed: Any
+) -> None:
+    folder, _, _ = make_packed(form, 32)
+    with open_checkpoint(folder) as checkpoint:
+        expected = {role: checkpoint.read(role) for role in checkpoint.weights}
+    config = json.loads((folder / "config.json").read_text())
+    settings = config.pop("quantization_config")
+    del settings["quant_method"]
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / name).write_text(json.dumps({words.get(key, key): value for key, value in settings.items()}))
+    with open_checkpoint(folder) as checkpoint:
+        for role, values in expected.items():
+            np.testing.assert_array_equal(checkpoint.read(role), values)
+    (folder / name).write_text("{")
+    with pytest.raises(CheckpointError, match=name):
+        open_checkpoint(folder)
+
+
 def test_an_export_keeps_the_groups_of_its_checkpoint(make_packed: Any, tmp_path: Path) -> None:
     folder, _, _ = make_packed("awq", 128)
     notes: list[str] = []

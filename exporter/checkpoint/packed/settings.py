@@ -1,13 +1,33 @@
 """`quantization_config`, read strictly: what changes the weights' meaning is known, or refused by name."""
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
+from pagelet.exporter.checkpoint.files import read_json
 from pagelet.models.errors import UnsupportedError
 from pagelet.models.strict import reject_unknown
 
 WHERE = "config.json: quantization_config"
 MAX_GROUP = 1 << 20
+# Older tools write a file of their own beside config.json: its method, and its words for config.json's.
+_BESIDE: dict[str, tuple[str, dict[str, str]]] = {
+    "quantize_config.json": ("gptq", {}),
+    "quant_config.json": ("awq", {"w_bit": "bits", "q_group_size": "group_size"}),
+}
+
+
+def settings_beside(folder: Path) -> dict[str, Any] | None:
+    """The `quantization_config` that AutoGPTQ or AutoAWQ left in a file of its own; None: they did not.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    for name, (method, words) in _BESIDE.items():
+        if (folder / name).exists():
+            found = {words.get(key, key): value for key, value in read_json(folder / name).items()}
+            return {"quant_method": method, **found}
+    return None
 
 
 def known_keys(settings: Mapping[str, Any], keys: Iterable[str], where: str = WHERE) -> None:
