@@ -24,20 +24,20 @@ class LayerMoments:
     of its weight. For q, k and v a token counts one, and once more as it is attended to.
     """
 
-    def __init__(self, spec: ModelSpec, layer: int, norms: Mapping[str, Float32]) -> None:
-        """`norms`: weights float32 [hidden] by role, of the norms that linear layers do themselves."""
+    def __init__(self, spec: ModelSpec, layer: int, weights: Mapping[str, Float32]) -> None:
+        """`weights`: as `small_weights` reads them."""
         self._spec = spec
         self._layer = layer
-        self._norms = norms
+        self._weights = weights
         self._sums: dict[str, Float64] = {}
         self._count = 0
 
     def add(self, taps: Taps, lengths: Sequence[int]) -> None:
         """One run's taps over texts of `lengths` (`Layerwise.layer`)."""
         self._count += len(taps["attended"])
-        weights = 1 + attention_mass(self._spec, self._layer, taps["qkv"], lengths)
+        counts = 1 + attention_mass(self._spec, self._layer, taps["qkv"], lengths, self._weights)
         normed = self._read("attention.qkv", taps["attention_in"])
-        self._add("attention.qkv", normed * np.sqrt(weights / 2).astype(np.float32)[:, None])
+        self._add("attention.qkv", normed * np.sqrt(counts / 2).astype(np.float32)[:, None])
         self._add("attention.o", taps["attended"])
         if not self._spec.layers[self._layer].experts:
             module = "mlp.gate_up" if self._spec.mlp.gated else "mlp.up"
@@ -49,7 +49,7 @@ class LayerMoments:
 
     def _read(self, module: str, x: Float32) -> Float32:
         role = fused_norm(self._spec, self._layer, module)
-        return rms_norm(x, self._norms[role], self._spec.norm.epsilon) if role else x
+        return rms_norm(x, self._weights[role], self._spec.norm.epsilon) if role else x
 
     def hessian(self, module: str) -> Float64:
         """Of a module, "attention.o" say.
@@ -78,14 +78,19 @@ def head_hessian(checkpoint: Checkpoint, spec: ModelSpec, residual: Float32) -> 
     return hessian
 
 
-def fused_norm_weights(checkpoint: Checkpoint, spec: ModelSpec, layer: int) -> dict[str, Float32]:
-    """Weights of the norms that are part of a layer's linear layers, by role."""
+def small_weights(checkpoint: Checkpoint, spec: ModelSpec, layer: int) -> dict[str, Float32]:
+    """By role: the norms that are part of a layer's linear layers, those of queries and keys, and sinks."""
     roles = {fused_norm(spec, layer, module) for module in ("attention.qkv", "mlp.up")} - {""}
     ones = np.ones(spec.hidden_size, np.float32)
-    return {
+    found = {
         role: read_finite(checkpoint, role + ".weight") if spec.norm.weight else ones
         for role in sorted(roles)
     }
+    of_heads = [
+        f"layers.{layer}.attention.{name}" for name in ("q_norm.weight", "k_norm.weight", "sinks.values")
+    ]
+    present = [name for name in of_heads if name in checkpoint.weights]
+    return found | {name.rpartition(".")[0]: read_finite(checkpoint, name) for name in present}
 
 
 def final_norm(checkpoint: Checkpoint, spec: ModelSpec, x: Float32) -> Float32:

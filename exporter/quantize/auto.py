@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pagelet.exporter.calibration.moments import Float64, LayerMoments, fused_norm_weights, head_hessian
+from pagelet.exporter.calibration.moments import Float64, LayerMoments, head_hessian, small_weights
 from pagelet.exporter.formats import ROUTER, Formats
 from pagelet.exporter.job import Job
 from pagelet.exporter.layerwise import Part
@@ -142,7 +142,7 @@ class _Measuring:
 
     def _layer(self, original: Part, changed: Original, layer: int) -> None:
         """Errors of the layer's matrices in all formats; their variants branch off."""
-        norms = fused_norm_weights(self._checkpoint, self._spec, layer)
+        norms = small_weights(self._checkpoint, self._spec, layer)
         moments = LayerMoments(self._spec, layer, norms)
         self._run.moments(original, layer, moments)
         branches = []

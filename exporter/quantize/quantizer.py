@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from pagelet.exporter.calibration.moments import Float64, LayerMoments, fused_norm_weights, head_hessian
+from pagelet.exporter.calibration.moments import Float64, LayerMoments, head_hessian, small_weights
 from pagelet.exporter.formats import TABLES, Formats
 from pagelet.exporter.job import Job
 from pagelet.exporter.layerwise import Layerwise, Part, Texts
@@ -194,7 +194,7 @@ class Calibrated:
 
     def _moments(self, layer: int) -> LayerMoments:
         assert self.stream is not None, "start comes first"
-        norms = fused_norm_weights(self._checkpoint, self._spec, layer)
+        norms = small_weights(self._checkpoint, self._spec, layer)
         moments = LayerMoments(self._spec, layer, norms)
         self._layerwise.layer(self._original.layer(layer), layer, self.stream, moments.add)
         return moments

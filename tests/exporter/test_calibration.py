@@ -23,7 +23,7 @@ from pagelet.exporter.calibration.corpus import (
     held_out_texts,
     read_text,
 )
-from pagelet.exporter.calibration.moments import LayerMoments, fused_norm_weights, rms_norm
+from pagelet.exporter.calibration.moments import LayerMoments, rms_norm, small_weights
 from pagelet.exporter.checkpoint import open_checkpoint
 from pagelet.exporter.graph import CacheFormat
 from pagelet.exporter.layerwise import Layerwise, Texts
@@ -83,7 +83,7 @@ def spec_of(source: Path) -> ModelSpec:
 
 def assert_mass(source: Path, layer: int) -> None:
     expected = Reference(source, layer, TOKENS)
-    found = attention_mass(spec_of(source), layer, expected.qkv, LENGTHS)
+    found = attention_mass(spec_of(source), layer, expected.qkv, LENGTHS, {})
     assert found.dtype == np.float64
     assert found.mean() == pytest.approx(1)
     # Scores of float32 that reach 30: a probability is off by some 1e-5 of itself, its square by twice that.
@@ -113,7 +113,7 @@ def test_attention_mass_with_a_window(window: int, layer: int, make_windowed: Ma
     assert spec.window_groups[spec.group_of(layer)] == (0 if layer else window)
     if window == 1 and layer == 0:  # each token sees itself alone
         qkv = Reference(source, layer, TOKENS).qkv
-        np.testing.assert_array_equal(attention_mass(spec, layer, qkv, LENGTHS), 1)
+        np.testing.assert_array_equal(attention_mass(spec, layer, qkv, LENGTHS, {}), 1)
     else:
         assert_mass(source, layer)
 
@@ -142,7 +142,7 @@ def test_moments_are_those_of_transformers_inputs(
     taps: list[tuple[Any, Any]] = []
     with open_checkpoint(source) as checkpoint:
         spec = checkpoint.spec
-        norms = fused_norm_weights(checkpoint, spec, layer)
+        norms = small_weights(checkpoint, spec, layer)
         with Original(checkpoint, spec, max(LENGTHS)) as original:
             residual = run.embed(original.embedding())
             residual = run.layer(original.layer(0), 0, residual)

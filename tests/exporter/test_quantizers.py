@@ -20,7 +20,7 @@ from folding import (
 )
 
 from pagelet.exporter import ExportOptions, export
-from pagelet.exporter.calibration.moments import LayerMoments, fused_norm_weights
+from pagelet.exporter.calibration.moments import LayerMoments, small_weights
 from pagelet.exporter.checkpoint import open_checkpoint
 from pagelet.exporter.formats import Formats
 from pagelet.exporter.layerwise import Layerwise, Part, Texts
@@ -193,7 +193,7 @@ def test_no_stored_matrix_of_gptq_errs_more_than_rounding(
         part = write(job, formats, open_quantizer(job, formats, TEXTS))
         residual = run.embed(part)
         for layer in range(spec.num_layers):
-            moments = LayerMoments(spec, layer, fused_norm_weights(checkpoint, spec, layer))
+            moments = LayerMoments(spec, layer, small_weights(checkpoint, spec, layer))
             run.layer(original.layer(layer), layer, residual, moments.add)
             residual = run.layer(part, layer, residual)
             for module, roles in layer_units(spec, layer):
