@@ -88,7 +88,7 @@ def write_gguf(tmp_path: Path, spec: ModelSpec) -> WriteGGUF:
         for role, array in tensors.items():
             name = source_name(role, GGUF_NAMES)
             if ".attention.q." in role or ".attention.k." in role:
-                array = permuted(array, array.shape[0] // spec.head_dim)
+                array = permuted(array, array.shape[0] // spec.layers[0].head_dim)
             if array.ndim == 1:
                 writer.add_tensor(name, array)
                 continue
@@ -106,15 +106,15 @@ def write_gguf(tmp_path: Path, spec: ModelSpec) -> WriteGGUF:
 
 
 def _describe(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
-    writer.add_block_count(spec.num_layers)
+    writer.add_block_count(len(spec.layers))
     writer.add_context_length(spec.max_context)
     writer.add_embedding_length(spec.hidden_size)
-    writer.add_feed_forward_length(spec.intermediate_size)
-    writer.add_head_count(spec.num_heads)
-    writer.add_head_count_kv(spec.num_kv_heads)
-    writer.add_layer_norm_rms_eps(spec.norm_epsilon)
-    writer.add_rope_freq_base(spec.rope.theta)
-    writer.add_rope_dimension_count(spec.rope.rotary_dim)
+    writer.add_feed_forward_length(spec.layers[0].intermediate_size)
+    writer.add_head_count(spec.attention.num_heads)
+    writer.add_head_count_kv(spec.layers[0].num_kv_heads)
+    writer.add_layer_norm_rms_eps(spec.norm.epsilon)
+    writer.add_rope_freq_base(spec.ropes[0].theta)
+    writer.add_rope_dimension_count(spec.ropes[0].rotary_dim)
 
 
 def permuted(array: NDArray[Any], heads: int) -> NDArray[Any]:

@@ -96,9 +96,9 @@ def test_llama3_begins_with_bos_unless_told_otherwise(from_gguf, trained):
     ("change", "error", "match"),
     [
         (
-            {"pre": "deepseek-coder"},
+            {"pre": "kimi-k2"},
             UnsupportedError,
-            r"'deepseek-coder' is not known \(known: gpt-2, llama-bpe",
+            r"'kimi-k2' is not known \(known: command-r, dbrx",
         ),
         ({"pre": None}, UnsupportedError, "'default' is not known"),
         ({"model": "bert"}, UnsupportedError, "'bert'"),
