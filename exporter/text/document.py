@@ -56,7 +56,7 @@ def sentencepiece_document(
 
     `collapse_spaces`: spaces at both ends are dropped and several become one (`remove_extra_whitespaces`).
     """
-    collapse = [_replace({"Regex": "^ +| +$"}, ""), _replace({"Regex": " {2,}"}, " ")]
+    collapse = [_replace({"Regex": r"\A +| +\z"}, ""), _replace({"Regex": " {2,}"}, " ")]
     prepend = {"type": "Prepend", "prepend": "▁"}
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
     before = [*collapse * collapse_spaces, *[prepend] * add_prefix_space, _replace({"String": " "}, "▁")]
