@@ -78,8 +78,8 @@ def merges_from_scores(pieces: Sequence[str], scores: Sequence[float]) -> list[t
     """The merges of a SentencePiece BPE model: every way to cut a piece into two others, best score first.
 
     SentencePiece joins the adjacent pair whose whole has the highest score (Kudo and Richardson 2018),
-    which is what ranked merges do. Of one piece, and of pieces with one score, the longest left part comes
-    first, so that runs of one character grow from the left; published tokenizer.json have the same order.
+    which is what ranked merges do. Of pieces with one score the first comes first, and of the cuts of a piece
+    the one with the longest left part: runs of one character grow from the left.
 
     Raises:
         CheckpointError: a piece is absurdly long.
@@ -91,13 +91,12 @@ def merges_from_scores(pieces: Sequence[str], scores: Sequence[float]) -> list[t
         )
     known = frozenset(pieces)
     merges = [
-        (piece[:cut], piece[cut:], score)
-        for piece, score in zip(pieces, scores, strict=True)
+        (-score, index, -cut, piece[:cut], piece[cut:])
+        for index, (piece, score) in enumerate(zip(pieces, scores, strict=True))
         for cut in range(1, len(piece))
         if piece[:cut] in known and piece[cut:] in known
     ]
-    merges.sort(key=lambda merge: (-merge[2], -len(merge[0]), -len(merge[1])))
-    return [(left, right) for left, right, _ in merges]
+    return [(left, right) for *_, left, right in sorted(merges)]
 
 
 def _bpe(vocabulary: Mapping[str, int], merges: Iterable[tuple[str, str]], **options: Any) -> dict[str, Any]:

@@ -52,7 +52,8 @@ class PreTokenizer:
     steps: `pre_tokenizer` steps before the byte-level one.
     gpt2_pattern: whether the byte-level step cuts with GPT-2's pattern as well.
     normalizer: what is done to the text first.
-    ignore_merges: a whole word that is in the vocabulary is taken without merging it together.
+    ignore_merges: a whole word that is in the vocabulary is taken without merging it together; where it is
+        not known and the vocabulary has all its words by merging (OpenAI's), it makes no difference.
     add_bos: whether raw text begins with the bos token where the file does not say it.
     """
 
@@ -84,31 +85,20 @@ _O200K = PreTokenizer((_split(_GPT4O),), ignore_merges=True)
 _DEEPSEEK = PreTokenizer(_DEEPSEEK3_STEPS)
 
 _BY_NAME = {
-    "gpt-2": _GPT2,
-    "phi-2": _GPT2,
-    "exaone4": _GPT2,
-    "granite-docling": _GPT2,
-    "mpt": _GPT2_NFC,
-    "olmo": _GPT2_NFC,
-    "smollm": _GPT2_DIGITS,
-    "starcoder": _GPT2_DIGITS,
-    "refact": _GPT2_DIGITS,
-    "exaone": _GPT2_DIGITS,
+    **dict.fromkeys(("gpt-2", "phi-2", "exaone4", "granite-docling"), _GPT2),
+    **dict.fromkeys(("mpt", "olmo"), _GPT2_NFC),
+    **dict.fromkeys(("smollm", "starcoder", "refact"), _GPT2_DIGITS),
     "command-r": PreTokenizer((_DIGITS,), gpt2_pattern=True, normalizer=_NFC),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), _LLAMA),
-    "dbrx": _CL100K,
-    "smaug-bpe": _CL100K,
-    "qwen2": _QWEN,
-    "deepseek-r1-qwen": _QWEN,
-    "stablelm2": _QWEN,
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1"), _LLAMA),
+    **dict.fromkeys(("pixtral", "midm-2.0", "lfm2"), _LLAMA),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), _CL100K),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "kormo"), _QWEN),
     "qwen35": PreTokenizer((_split(_QWEN35),), normalizer=_NFC),
     "hunyuan": PreTokenizer((_split(_QWEN2),)),
     "seed-coder": PreTokenizer((_split(_SEED),)),
     "tekken": PreTokenizer((_split(_WORDS),), ignore_merges=True, add_bos=True),
-    "gpt-4o": _O200K,
-    "llama4": _O200K,
-    "deepseek-v3": _DEEPSEEK,
-    "hunyuan-dense": _DEEPSEEK,
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _O200K),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK),
     "deepseek-coder": PreTokenizer((*_CODER_STEPS, _DIGITS)),
 }
 

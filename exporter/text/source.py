@@ -1,7 +1,6 @@
 """What a checkpoint says about text, whatever its files are."""
 
 from dataclasses import dataclass, field
-from math import inf
 from typing import Any
 
 from pagelet.exporter.text.document import added_token, merges_from_scores, sentencepiece_document
@@ -9,6 +8,7 @@ from pagelet.models.errors import CheckpointError
 
 # SentencePiece's piece types; GGUF's token types are the same numbers.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
+_FIRST = 1e9  # higher than any score of a model
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ def from_pieces(
 ) -> dict[str, Any]:
     """The document of a SentencePiece BPE model.
 
-    What the user defined comes before all else, whatever score a file gives it: also as merges, since a run
-    of spaces is found only after spaces are written "▁".
+    What the user defined comes before all else, the longest first, whatever score a file gives it: also as
+    merges, since a run of spaces is found only after spaces are written "▁".
     """
     spelled = [_spelled(piece, kind) for piece, kind in zip(pieces, types, strict=True)]
-    ranks = {NORMAL: scores, USER_DEFINED: [inf] * len(scores)}
+    ranks = {NORMAL: scores, USER_DEFINED: [_FIRST + len(piece) for piece in spelled]}
     merged = [index for index, kind in enumerate(types) if kind in ranks]
     unknown = next((piece for piece, kind in zip(pieces, types, strict=True) if kind == UNKNOWN), None)
     return sentencepiece_document(

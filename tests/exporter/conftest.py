@@ -1,7 +1,7 @@
 """Tiny Llama weights, and writers that put them into a folder or a GGUF file."""
 
-import inspect
 import json
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,11 @@ import pytest
 from gguf.quants import quantize
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import published_cuts
 
 from pagelet.models.config import spec_from_config
 from pagelet.models.names import GGUF_NAMES
@@ -143,31 +147,18 @@ CORPUS = [
     " ",
     "",
 ]
-
-
-def cutting(pre: str) -> Any:
-    """The pre-tokenizer of the published tokenizers, by the library's own classes."""
-    from transformers.convert_slow_tokenizer import TikTokenConverter
-    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
-
-    plain = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    after_split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    llama_3 = inspect.signature(TikTokenConverter.__init__).parameters["pattern"].default
-    split = {"llama-bpe": llama_3, "qwen2": PRETOKENIZE_REGEX}
-    if pre in split:
-        cut = pre_tokenizers.Split(Regex(split[pre]), "isolated")
-        return pre_tokenizers.Sequence([cut, after_split])
-    if pre in ("smollm", "starcoder"):
-        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), plain])
-    return plain
+NASTY: list[str] = json.loads(
+    (Path(__file__).parents[1] / "data" / "tokenizer_corpus.json").read_text(encoding="utf-8")
+)
 
 
 def train(pre: str) -> Tokenizer:
     """A byte-level BPE with real merges, trained on the corpus that it will be tried on."""
-    tokenizer = Tokenizer(models.BPE(ignore_merges=pre == "llama-bpe"))
-    tokenizer.pre_tokenizer = cutting(pre)
+    cut, composes = published_cuts.CUTS[pre]
+    tokenizer = Tokenizer(models.BPE(ignore_merges=pre in published_cuts.WHOLE_WORDS))
+    tokenizer.pre_tokenizer = cut
     tokenizer.decoder = decoders.ByteLevel()
-    if pre == "qwen2":
+    if composes:
         tokenizer.normalizer = normalizers.NFC()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
@@ -206,10 +197,10 @@ def trained() -> Callable[[str], Tokenizer]:
 
 @pytest.fixture(scope="session")
 def assert_same_tokens() -> Callable[[Tokenizer, Tokenizer], None]:
-    """Ids, tokens and decoded text of the whole corpus are the same."""
+    """Ids, tokens and decoded text of both corpora are the same."""
 
     def check(ours: Tokenizer, original: Tokenizer) -> None:
-        for text in CORPUS:
+        for text in [*CORPUS, *NASTY]:
             expected = original.encode(text, add_special_tokens=False)
             actual = ours.encode(text, add_special_tokens=False)
             assert actual.tokens == expected.tokens

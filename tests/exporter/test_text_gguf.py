@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from published_cuts import CUTS
 from tokenizers import Tokenizer
 
 from pagelet.exporter.checkpoint import open_checkpoint
@@ -50,7 +51,7 @@ def from_gguf(
     return build
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "starcoder", "llama-bpe", "qwen2"])
+@pytest.mark.parametrize("pre", CUTS)
 def test_a_gguf_tokenizer_encodes_as_the_original(from_gguf, pre, trained, assert_same_tokens, specials):
     original = trained(pre)
     ours, settings, _ = from_gguf(gguf_keys(original, pre))
