@@ -17,6 +17,7 @@ from pagelet.exporter.text.source import (
 )
 from pagelet.models.errors import CheckpointError, UnsupportedError
 from pagelet.models.strict import require
+from pagelet.models.text.control import is_markup
 
 _PREFIX = "tokenizer.ggml."
 _SPECIAL = {
@@ -145,7 +146,7 @@ def _by_scores(reader: _Reader, tokens: list[str], types: list[int]) -> _Built:
 
 def _by_merges(reader: _Reader, tokens: list[str], types: list[int]) -> _Built:
     """Gemma 4. Files mark markup of tools and channels as the user's, so that other programs show it."""
-    special = [CONTROL if _is_markup(token) else kind for token, kind in zip(tokens, types, strict=True)]
+    special = [CONTROL if is_markup(token) else kind for token, kind in zip(tokens, types, strict=True)]
     document = sentencepiece_document(
         numbered(tokens, reader.where),
         reader.merges(),
@@ -155,10 +156,6 @@ def _by_merges(reader: _Reader, tokens: list[str], types: list[int]) -> _Built:
         add_prefix_space=reader.get("add_space_prefix", bool, False),
     )
     return document, True
-
-
-def _is_markup(token: str) -> bool:
-    return token.startswith("<|") or (token.startswith("<") and token.endswith("|>"))
 
 
 _KINDS: dict[str, Callable[[_Reader, list[str], list[int]], _Built]] = {

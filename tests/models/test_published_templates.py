@@ -106,7 +106,7 @@ VARIABLES: list[dict[str, Any]] = [
 def of_transformers(source: str, messages: Messages, **variables: Any) -> tuple[str, str]:
     """("text", the text) or ("error", the message)."""
     try:
-        texts, _ = render_jinja_template([messages], chat_template=source, **variables, **SPECIAL)
+        texts, _ = render_jinja_template([messages], chat_template=source, **{**SPECIAL, **variables})
     except Exception as error:  # templates are code
         return "error", str(error) or type(error).__name__
     return "text", texts[0]
