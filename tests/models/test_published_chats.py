@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from test_published_templates import CONVERSATIONS, TOOL, of_transformers
+from conversations import CONVERSATIONS, TOOL, of_transformers
 from vocabularies import LLAMA_CPP, fetched, published
 
 from pagelet.models.manifest import TextSettings
