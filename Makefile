@@ -1,6 +1,6 @@
 # make demo   export a real model and ask it something (PROMPT="…" asks something else)
 # make test   the whole test suite
-# make tokenizers   published tokenizers and chat templates for the tests, once; they skip what is not there
+# make tokenizers   more published vocabularies for the tests (155 MB), once; the tests skip what is not there
 # make lint   ruff and mypy
 # Everything is installed into .venv, and made again only when its sources changed.
 
@@ -18,7 +18,8 @@ override export PROMPT := $(value PROMPT)
 demo: $(VENV)/.demo
 	@$(BIN)/python -m pagelet.tools.demo --prompt "$$PROMPT"
 
-test: tokenizers
+test: $(VENV)/.test
+	@$(BIN)/python tests/fetch_vocabularies.py llama.cpp mistral_common
 	$(BIN)/python -m pytest
 
 tokenizers: $(VENV)/.test

