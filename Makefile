@@ -1,5 +1,6 @@
 # make demo   export a real model and ask it something (PROMPT="…" asks something else)
 # make test   the whole test suite
+# make tokenizers   more published vocabularies for the tests (155 MB), once; the tests skip what is not there
 # make lint   ruff and mypy
 # Everything is installed into .venv, and made again only when its sources changed.
 
@@ -11,14 +12,18 @@ NATIVE := $(shell find plugins -name '*.cc' -o -name '*.h' -o -name '*.inc' -o -
 # As it was given: a dollar sign in a prompt is not a variable.
 override export PROMPT := $(value PROMPT)
 
-.PHONY: demo test lint clean
+.PHONY: demo test tokenizers lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
 	@$(BIN)/python -m pagelet.tools.demo --prompt "$$PROMPT"
 
 test: $(VENV)/.test
+	@$(BIN)/python tests/fetch_vocabularies.py llama.cpp mistral_common
 	$(BIN)/python -m pytest
+
+tokenizers: $(VENV)/.test
+	@$(BIN)/python tests/fetch_vocabularies.py
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .

@@ -1,42 +1,16 @@
 """Tokenizer documents: the JSON that the `tokenizers` library loads, built from a vocabulary.
 
-Two kinds cover the families: byte-level BPE (GPT-2, Llama 3, Qwen) and SentencePiece BPE (Llama 2).
+Two kinds cover the families: byte-level BPE (GPT-2, Llama 3, Qwen) and SentencePiece BPE (Llama 2, Gemma).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pagelet.models.errors import CheckpointError, UnsupportedError
+from pagelet.exporter.text.pre_tokenizers import pre_tokenizer
+from pagelet.models.errors import CheckpointError
 
 # Cutting a piece everywhere takes time with the square of its length; real ones have under 100 characters.
 MAX_PIECE_LENGTH = 1024
-
-# Text is cut before merging; merges never cross a cut. The patterns are those the families publish.
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_LLAMA3 = (
-    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-_DIGITS = {"type": "Digits", "individual_digits": True}
-
-
-def _split(pattern: str) -> dict[str, Any]:
-    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-
-
-# `tokenizer.ggml.pre` to the steps before the bytes; None: the byte-level step's own GPT-2 pattern.
-_PRE_TOKENIZERS: dict[str, dict[str, Any] | None] = {
-    "gpt-2": None,
-    "smollm": _DIGITS,
-    "starcoder": _DIGITS,
-    "llama-bpe": _split(_LLAMA3),
-    "qwen2": _split(_QWEN2),
-}
-# Qwen's tokenizer composes characters first; the others take the text as it is.
-_NORMALIZERS = {"qwen2": {"type": "NFC"}}
-# Llama 3 takes a whole word that is in the vocabulary without merging it together.
-_IGNORE_MERGES = frozenset({"llama-bpe"})
 
 
 def added_token(token: str, token_id: int, *, special: bool, **flags: bool) -> dict[str, Any]:
@@ -58,27 +32,12 @@ def byte_level_document(
     Raises:
         UnsupportedError: `pre` is not known.
     """
-    if pre not in _PRE_TOKENIZERS:
-        known = ", ".join(sorted(_PRE_TOKENIZERS))
-        raise UnsupportedError(
-            f"The pre-tokenizer {pre!r} is not known (known: {known}). Text would be cut wrongly "
-            "without it; export from a folder that holds the model's tokenizer.json."
-        )
-    step = _PRE_TOKENIZERS[pre]
-    use_regex = step is None or step["type"] == "Digits"
-    byte_level = {
-        "type": "ByteLevel",
-        "add_prefix_space": add_prefix_space,
-        "trim_offsets": True,
-        "use_regex": use_regex,
-    }
+    cut = pre_tokenizer(pre)
     return _document(
-        _bpe(vocabulary, merges, ignore_merges=pre in _IGNORE_MERGES),
+        _bpe(vocabulary, merges, ignore_merges=cut.ignore_merges),
         added_tokens,
-        normalizer=_NORMALIZERS.get(pre),
-        pre_tokenizer=byte_level
-        if step is None
-        else {"type": "Sequence", "pretokenizers": [step, byte_level]},
+        normalizer=cut.normalizer,
+        pre_tokenizer=cut.before_merging(add_prefix_space=add_prefix_space),
         decoder={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
     )
 
@@ -91,27 +50,36 @@ def sentencepiece_document(
     unknown: str | None,
     byte_fallback: bool,
     add_prefix_space: bool,
+    collapse_spaces: bool = False,
 ) -> dict[str, Any]:
-    """A SentencePiece BPE tokenizer: spaces are written "▁", unknown characters as their bytes."""
-    replace = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-    prepend = [{"type": "Prepend", "prepend": "▁"}] if add_prefix_space else []
-    restore = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
-    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if add_prefix_space else []
-    steps = [restore, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]
+    """A SentencePiece BPE tokenizer: spaces are written "▁", unknown characters as their bytes.
+
+    `collapse_spaces`: spaces at both ends are dropped and several become one (`remove_extra_whitespaces`).
+    """
+    collapse = [_replace({"Regex": r"\A +| +\z"}, ""), _replace({"Regex": " {2,}"}, " ")]
+    prepend = {"type": "Prepend", "prepend": "▁"}
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    before = [*collapse * collapse_spaces, *[prepend] * add_prefix_space, _replace({"String": " "}, "▁")]
+    after = [_replace({"String": "▁"}, " "), {"type": "ByteFallback"}, {"type": "Fuse"}]
     return _document(
         _bpe(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=byte_fallback),
         added_tokens,
-        normalizer={"type": "Sequence", "normalizers": [*prepend, replace]},
+        normalizer={"type": "Sequence", "normalizers": before},
         pre_tokenizer=None,
-        decoder={"type": "Sequence", "decoders": steps},
+        decoder={"type": "Sequence", "decoders": [*after, *[strip] * add_prefix_space]},
     )
+
+
+def _replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
 
 
 def merges_from_scores(pieces: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
     """The merges of a SentencePiece BPE model: every way to cut a piece into two others, best score first.
 
     SentencePiece joins the adjacent pair whose whole has the highest score (Kudo and Richardson 2018),
-    which is what ranked merges do.
+    which is what ranked merges do. Of pieces with one score the first comes first, and of the cuts of a piece
+    the one with the longest left part: runs of one character grow from the left.
 
     Raises:
         CheckpointError: a piece is absurdly long.
@@ -122,15 +90,13 @@ def merges_from_scores(pieces: Sequence[str], scores: Sequence[float]) -> list[t
             f"The tokenizer has a piece of {longest} characters; expected at most {MAX_PIECE_LENGTH}."
         )
     known = frozenset(pieces)
-    ranked = sorted(
-        zip(scores, range(len(pieces)), pieces, strict=True), key=lambda item: (-item[0], item[1])
-    )
-    return [
-        (piece[:cut], piece[cut:])
-        for _, _, piece in ranked
+    merges = [
+        (-score, index, -cut, piece[:cut], piece[cut:])
+        for index, (piece, score) in enumerate(zip(pieces, scores, strict=True))
         for cut in range(1, len(piece))
         if piece[:cut] in known and piece[cut:] in known
     ]
+    return [(left, right) for *_, left, right in sorted(merges)]
 
 
 def _bpe(vocabulary: Mapping[str, int], merges: Iterable[tuple[str, str]], **options: Any) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from pagelet.exporter.text.source import NORMAL, from_pieces
 from pagelet.models.errors import CheckpointError, UnsupportedError
 
 _MODEL_BPE = 2
+_OTHER_MODELS = {1: "Unigram", 3: "WORD", 4: "CHAR"}
+_INSTEAD = "export from a folder with tokenizer.json."
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
@@ -30,15 +32,23 @@ def read_model(path: Path) -> dict[str, Any]:
     except (ValueError, TypeError, struct.error) as error:
         raise CheckpointError(f"{path} is not a SentencePiece model ({error}). Download it again.") from error
     if trainer.get(3, 1) != _MODEL_BPE:
-        raise UnsupportedError(f"{path} is not of type BPE; export from a folder with tokenizer.json.")
-    # Fields of NormalizerSpec: 2 is a table of replacements, 4 drops repeated spaces (on by default).
-    if normalizer.get(2) or normalizer.get(4, 1):
-        raise UnsupportedError(
-            f"{path} normalizes text ({_text(normalizer.get(1, b''))}), which is not known; "
-            "export from a folder with tokenizer.json."
-        )
+        kind = _OTHER_MODELS.get(trainer.get(3, 1), "unknown")
+        raise UnsupportedError(f"{path} is not of type BPE but {kind}; {_INSTEAD}")
+    # Fields of NormalizerSpec: 2 is a table of replacements; by 5 spaces are written "▁" (on by default).
+    if normalizer.get(2) or not normalizer.get(5, 1):
+        name = _text(normalizer.get(1, b""))
+        raise UnsupportedError(f"{path} normalizes text ({name}), which is not known; {_INSTEAD}")
+    if trainer.get(24, 0):
+        raise UnsupportedError(f"{path} writes spaces behind words, which is not known; {_INSTEAD}")
     tokens, scores, types = (list(column) for column in zip(*pieces, strict=True)) if pieces else ([], [], [])
-    return from_pieces(tokens, scores, types, add_prefix_space=bool(normalizer.get(3, 1)), where=str(path))
+    return from_pieces(
+        tokens,
+        scores,
+        types,
+        add_prefix_space=bool(normalizer.get(3, 1)),
+        collapse_spaces=bool(normalizer.get(4, 1)),
+        where=str(path),
+    )
 
 
 def _piece(data: Any) -> tuple[str, float, int]:

@@ -10,13 +10,12 @@ from pagelet.exporter.checkpoint.base import Checkpoint
 from pagelet.exporter.text.gguf import read_metadata
 from pagelet.exporter.text.huggingface import read_folder
 from pagelet.exporter.text.source import TextSource
+from pagelet.exporter.text.turn_ends import turn_ends
 from pagelet.models.errors import CheckpointError
 from pagelet.models.manifest import TextSettings
 
 TOKENIZER_NAME = "tokenizer.json"
 TEMPLATE_NAME = "chat_template.jinja"
-# Tokens that end a turn. Where the chat template writes one, it ends a text too, declared or not.
-_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 
 
 def write_text_files(checkpoint: Checkpoint, folder: Path) -> tuple[TextSettings, dict[str, Any]]:
@@ -93,9 +92,9 @@ def _settings(source: TextSource, tokenizer: Tokenizer, vocab_size: int) -> Text
             raise CheckpointError(
                 f"{source.where}: {name} is {special[name]!r}, which is not in the tokenizer."
             )
-    template = source.chat_template or ""
-    turn_ends = [tokenizer.token_to_id(token) for token in _TURN_ENDS if token in template]
-    ends = [ids.get("eos_token"), *source.eos_ids, *turn_ends]
+    added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+    shown = turn_ends(source.chat_template, source.special_tokens, added) if source.chat_template else []
+    ends = [ids.get("eos_token"), *source.eos_ids, *map(tokenizer.token_to_id, shown)]
     eos_ids = tuple(dict.fromkeys(token_id for token_id in ends if token_id is not None))
     for token_id in eos_ids:
         if not 0 <= token_id < vocab_size:

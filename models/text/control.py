@@ -21,8 +21,13 @@ from pagelet.models.text.messages import map_strings
 _PRIVATE_USE = range(0xE000, 0xF900)
 
 
+def is_markup(token: str) -> bool:
+    """Whether a token looks like markup of a chat: "<|im_end|>", "<｜User｜>", "<|turn>", "<turn|>"."""
+    return token.startswith(("<|", "<｜")) or (token.startswith("<") and token.endswith(("|>", "｜>")))
+
+
 class ControlTokens:
-    """The special tokens of one vocabulary.
+    """The control tokens of one vocabulary.
 
     Attributes:
         ids: spelling to token id.

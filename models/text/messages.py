@@ -15,7 +15,8 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 def checked_messages(messages: object) -> list[dict[str, Any]]:
-    """The messages as plain dicts without keys of value None.
+    """The messages as plain dicts without keys of value None, but for an assistant's content: templates ask
+    for that.
 
     Raises:
         InputError: no list, empty, too long, or a message that is not well formed.
@@ -32,7 +33,8 @@ def checked_messages(messages: object) -> list[dict[str, Any]]:
 def _checked(message: object, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise InputError(f"{where} is {_kind(message)}; expected an object with 'role' and 'content'.")
-    known = {key: value for key, value in plain(message, where).items() if value is not None}
+    given = plain(message, where)
+    known = {key: value for key, value in given.items() if value is not None or key == "content"}
     role, content = known.get("role"), known.get("content")
     if not _is_role("role", role):
         raise InputError(

@@ -10,7 +10,7 @@ import tokenizers
 from pagelet.models.errors import BundleError, InputError
 from pagelet.models.manifest import TextSettings
 from pagelet.models.text.chat_template import ChatTemplate
-from pagelet.models.text.control import ControlTokens, LiteralVocabulary
+from pagelet.models.text.control import ControlTokens, LiteralVocabulary, is_markup
 from pagelet.models.text.detokenizer import Detokenizer
 
 TOKENIZER_NAME = "tokenizer.json"
@@ -40,9 +40,12 @@ class Tokenizer:
         self.bos_token_id = text.bos_token_id
         self.eos_token_ids = frozenset(text.eos_token_ids)
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
-        special = {i: token for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-        self._control = ControlTokens(special)
-        self._control_ids = frozenset(special)
+        added = tokenizer.get_added_tokens_decoder()
+        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._control = ControlTokens(
+            {i: token for i, token in added.items() if token.special or is_markup(token.content)}
+        )
+        self._control_ids = frozenset(self._control.ids.values())
 
     @classmethod
     def open(cls, folder: Path, text: TextSettings) -> "Tokenizer":
@@ -67,7 +70,11 @@ class Tokenizer:
         return self._template is not None
 
     def encode(self, text: str, *, add_bos: bool | None = None, parse_special: bool = False) -> list[int]:
-        """Ids of raw text. The spelling of a special token is text like any other, unless `parse_special`.
+        """Ids of raw text. The spelling of a control token is text like any other, unless `parse_special`.
+
+        Control tokens are those that the vocabulary marks as special, and added ones that look like markup
+        ("<|user|>"), however they are marked. Other added tokens are words: they are found in any text, as
+        Qwen's "<think>" or Gemma's runs of line breaks.
 
         Args:
             add_bos: begin with the beginning-of-sequence token; None: as the model expects it.
@@ -112,8 +119,8 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **template_variables: Any,
     ) -> list[int]:
-        """Ids of the rendered chat. Special tokens that the template writes are control tokens; in messages,
-        tools and variables their spelling is text.
+        """Ids of the rendered chat. Control tokens (see `encode`) are those that the template writes; in
+        messages, tools and variables their spelling is text.
 
         A token is the template's if its first and its last character are. If no message spells one, in one
         piece or across pieces, the ids are those of transformers.
@@ -151,12 +158,12 @@ class Tokenizer:
         if "\ufffd" not in text:
             return text
         detokenizer = Detokenizer(self.decode_text)
-        shown = [i for i in ids if self.has_text(i) or (not skip_special and i in self._control_ids)]
+        shown = [i for i in ids if self.has_text(i) or (not skip_special and i in self._special_ids)]
         return "".join(map(detokenizer.push, shown)) + detokenizer.flush()
 
     def has_text(self, token_id: int) -> bool:
         """Whether `decode` shows this id: it has a token, and not a special one."""
-        return token_id not in self._control_ids and self._tokenizer.id_to_token(token_id) is not None
+        return token_id not in self._special_ids and self._tokenizer.id_to_token(token_id) is not None
 
     def decode_text(self, ids: Sequence[int]) -> str:
         """Text of ids in one go, as `tokenizers` gives it; special tokens are shown."""

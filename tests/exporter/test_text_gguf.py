@@ -5,12 +5,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from published_cuts import CUTS
 from tokenizers import Tokenizer
 
 from pagelet.exporter.checkpoint import open_checkpoint
 from pagelet.exporter.text import write_text_files
 from pagelet.exporter.text.document import byte_level_document
+from pagelet.exporter.text.gguf import read_metadata
 from pagelet.models.errors import CheckpointError, UnsupportedError
 from pagelet.models.manifest import TextSettings
 
@@ -50,7 +53,7 @@ def from_gguf(
     return build
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "starcoder", "llama-bpe", "qwen2"])
+@pytest.mark.parametrize("pre", CUTS)
 def test_a_gguf_tokenizer_encodes_as_the_original(from_gguf, pre, trained, assert_same_tokens, specials):
     original = trained(pre)
     ours, settings, _ = from_gguf(gguf_keys(original, pre))
@@ -96,12 +99,13 @@ def test_llama3_begins_with_bos_unless_told_otherwise(from_gguf, trained):
     ("change", "error", "match"),
     [
         (
-            {"pre": "deepseek-coder"},
+            {"pre": "kimi-k2"},
             UnsupportedError,
-            r"'deepseek-coder' is not known \(known: gpt-2, llama-bpe",
+            r"'kimi-k2' is not known \(known: command-r, dbrx",
         ),
         ({"pre": None}, UnsupportedError, "'default' is not known"),
         ({"model": "bert"}, UnsupportedError, "'bert'"),
+        ({"model": "t5"}, UnsupportedError, r"'t5' \(Unigram\)"),
         ({"model": None}, CheckpointError, r"no 'tokenizer.ggml.model'"),
         ({"merges": ["a b c"]}, CheckpointError, "not two tokens"),
         ({"merges": ["qqq zzz"]}, CheckpointError, "cannot be loaded"),
@@ -146,3 +150,56 @@ def test_merges_are_read_back_whatever_their_tokens(odd: str) -> None:
         document = byte_level_document("gpt-2", vocabulary, given, [])
         model = json.loads(Tokenizer.from_str(json.dumps(document)).to_str())["model"]
         assert [tuple(pair) for pair in model["merges"]] == given
+
+
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def from_metadata(architecture: str, **keys: Any) -> Tokenizer:
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    source = read_metadata({"general.architecture": architecture, **metadata}, "x")
+    return Tokenizer.from_str(json.dumps(source.tokenizer))
+
+
+def small(*words: str) -> dict[str, Any]:
+    """SentencePiece keys: "<unk>" and "<|user|>", the bytes, then the words by rank."""
+    tokens = ["<unk>", "<|user|>", *BYTES, *words]
+    types = [2, 3, *[6] * 256, *[1] * len(words)]
+    scores = [-float(rank) for rank in range(len(tokens))]
+    return {"tokens": tokens, "token_type": np.array(types), "scores": np.array(scores, np.float32)}
+
+
+def test_phi3s_markup_takes_the_whitespace_behind_it_away():
+    keys = {"model": "llama", **small("▁", "H", "i", "Hi", "▁Hi")}
+    phi = from_metadata("phi3", **keys)
+    assert [phi.id_to_token(i) for i in phi.encode("<|user|>\n Hi").ids] == ["<|user|>", "▁Hi"]
+    assert from_metadata("llama", **keys).encode("<|user|>\nHi").tokens == ["<|user|>", "▁", "<0x0A>", "Hi"]
+
+
+def test_gemma4_merges_as_its_file_says():
+    words = small("▁", "H", "i", "▁H", "Hi", "▁▁", "<|tool_call>", "\n", "\n\n")
+    words["token_type"][words["tokens"].index("<|tool_call>")] = 4
+    merges = ["▁ ▁", "H i", "▁ H", "\n \n"]
+    ours = from_metadata("gemma4", model="gemma4", merges=merges, **words)
+    assert ours.encode("Hi  Hi\n\né<|tool_call>").tokens == [
+        *("Hi", "▁▁", "Hi", "\n\n", "<0xC3>", "<0xA9>", "<|tool_call>"),
+    ]
+    assert ours.decode(ours.encode(" Hi é").ids) == " Hi é"
+    assert all(token.special for token in ours.get_added_tokens_decoder().values())
+
+
+def test_tokens_that_fill_gaps_are_not_found_in_text(trained):
+    keys = gguf_keys(trained("gpt-2"), "gpt-2")
+    gap = f"[PAD{len(keys['tokens'])}]"
+    keys |= {"tokens": [*keys["tokens"], gap, "[PAD7]"], "token_type": [*keys["token_type"], 4, 4]}
+    keys["token_type"] = np.array(keys["token_type"])
+    ours = from_metadata("llama", **keys)
+    assert gap not in ours.encode(f"a {gap}").tokens
+    assert "[PAD7]" in ours.encode("a [PAD7]").tokens
+
+
+def test_a_gpt_neox_file_may_lack_the_name(trained):
+    keys = gguf_keys(trained("olmo"), "olmo")
+    keys["token_type"] = np.array(keys["token_type"])
+    del keys["pre"]
+    assert from_metadata("gptneox", **keys).encode("e\u0301").ids == trained("olmo").encode("é").ids

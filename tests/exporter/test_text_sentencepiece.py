@@ -130,6 +130,34 @@ def test_without_a_space_in_front(from_model, from_pieces, corpus):
     assert_equal(from_pieces(library, add_space_prefix=False)[0], library, corpus)
 
 
+SPACES = ["", " ", "   ", "  two  inner   three ", "\t tab \n  line  \n", " x", "x "]
+
+
+def test_repeated_spaces_are_dropped_where_the_model_drops_them(from_model, from_pieces, corpus):
+    model = train(corpus, remove_extra_whitespaces=True)
+    library = sentencepiece.SentencePieceProcessor(model_proto=model)
+    for ours, _ in (from_model(model), from_pieces(library, remove_extra_whitespaces=True)):
+        for text in [*corpus, *SPACES]:
+            ids = ours.encode(text).ids
+            assert ids == library.encode(text)
+            assert ours.decode(ids) == library.decode(ids)
+
+
+def test_what_the_user_defined_is_never_cut_or_joined(from_model, from_pieces, corpus):
+    """As Gemma's model has it: runs of line breaks and of spaces, and names."""
+    runs = [character * count for count in range(2, 9) for character in ("\n", "▁")]
+    model = train(corpus, add_dummy_prefix=False, user_defined_symbols=["<tool>", "<b>", *runs])
+    library = sentencepiece.SentencePieceProcessor(model_proto=model)
+    spelled = [library.id_to_piece(i) for i in range(library.vocab_size())]
+    kinds = [4 if piece in ("<tool>", "<b>", *runs) else kind(library, i) for i, piece in enumerate(spelled)]
+    pieces = [piece.replace("▁", " ") if of == 4 else piece for piece, of in zip(spelled, kinds, strict=True)]
+    keys = {"tokens": pieces, "token_type": kinds, "add_space_prefix": False}
+    keys["scores"] = [-1000.0 if of == 4 else library.get_score(i) for i, of in enumerate(kinds)]
+    texts = ["a<tool>b <tool> c", "<b>bold<b>", "\n\n\nx\n\n", "x" + " " * 20 + "y  z", "\n" * 21]
+    for ours, _ in (from_model(model), from_pieces(library, **keys)):
+        assert_equal(ours, library, [*corpus, *texts])
+
+
 def test_without_bytes_an_unknown_character_is_unknown(from_model, corpus):
     model = train(corpus, byte_fallback=False, vocab_size=500)
     library = sentencepiece.SentencePieceProcessor(model_proto=model)
@@ -142,9 +170,10 @@ def test_without_bytes_an_unknown_character_is_unknown(from_model, corpus):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"model_type": "unigram", "vocab_size": 400}, "not of type BPE"),
+        ({"model_type": "unigram", "vocab_size": 400}, "not of type BPE but Unigram"),
+        ({"model_type": "char", "vocab_size": 400}, "not of type BPE but CHAR"),
         ({"normalization_rule_name": "nmt_nfkc"}, r"normalizes text \(nmt_nfkc\)"),
-        ({"remove_extra_whitespaces": True}, r"normalizes text \(identity\)"),
+        ({"treat_whitespace_as_suffix": True}, "spaces behind words"),
     ],
 )
 def test_other_models_are_refused(from_model, corpus, options, match):
@@ -169,7 +198,7 @@ def test_a_damaged_model_is_read_or_refused(model, tmp_path_factory, data):
 
 def test_merges_are_ranked_by_the_score_of_what_they_make():
     pieces, scores = ["a", "b", "c", "ab", "bc", "abc"], [0.0, 0.0, 0.0, -2.0, -1.0, -3.0]
-    assert merges_from_scores(pieces, scores) == [("b", "c"), ("a", "b"), ("a", "bc"), ("ab", "c")]
+    assert merges_from_scores(pieces, scores) == [("b", "c"), ("a", "b"), ("ab", "c"), ("a", "bc")]
 
 
 def test_an_endless_piece_is_refused():

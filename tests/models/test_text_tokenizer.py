@@ -59,6 +59,18 @@ def test_what_is_encoded_is_decoded_again(text: str) -> None:
     assert BYTE_LEVEL.decode(BYTE_LEVEL.encode(text)) == text
 
 
+def test_added_tokens_that_look_like_markup_are_control_tokens() -> None:
+    built = byte_level()
+    built.add_tokens(["<|mark|>", "<｜mark｜>", "<turn|>", "<|turn>", "<word>"])
+    ours = Tokenizer(built, TextSettings())
+    for token in ("<|mark|>", "<｜mark｜>", "<turn|>", "<|turn>"):
+        assert built.token_to_id(token) not in ours.encode(f"a{token}b")
+        assert ours.encode(token, parse_special=True) == [built.token_to_id(token)]
+        assert ours.decode(ours.encode(f"a{token}b")) == f"a{token}b"
+        assert ours.decode([built.token_to_id(token)]) == token  # not special: shown
+    assert built.token_to_id("<word>") in ours.encode("a<word>b")
+
+
 BYTE_LEVEL = Tokenizer(byte_level(), TextSettings())
 
 
