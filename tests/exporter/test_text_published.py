@@ -112,7 +112,7 @@ def test_a_stream_shows_what_decode_shows(pair: Pair) -> None:
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_gguf_vocabulary_has_the_expected_ids(name: str) -> None:
-    path = fetched(LLAMA_CPP) / f"ggml-vocab-{name}.gguf"
+    path = fetched(f"{LLAMA_CPP}/models") / f"ggml-vocab-{name}.gguf"
     document = read_metadata(metadata(path), name).tokenizer
     ours = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(document)), TextSettings())
     texts = Path(f"{path}.inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")

@@ -75,5 +75,5 @@ MARKUP = sorted(
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_templates_show_the_end_of_their_turns(name: str) -> None:
-    path = fetched(f"{LLAMA_CPP}/templates") / f"{name}.jinja"
+    path = fetched(f"{LLAMA_CPP}/models/templates") / f"{name}.jinja"
     assert turn_ends(path.read_text(encoding="utf-8"), SPECIAL, MARKUP) == PUBLISHED[name]

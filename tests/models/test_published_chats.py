@@ -25,7 +25,7 @@ TEMPLATES = {
 
 class Family:
     def __init__(self, name: str) -> None:
-        path = fetched(f"{LLAMA_CPP}/templates") / f"{TEMPLATES[name]}.jinja"
+        path = fetched(f"{LLAMA_CPP}/models/templates") / f"{TEMPLATES[name]}.jinja"
         self.source = path.read_text(encoding="utf-8")
         text = json.dumps(published(name))
         self.theirs = tokenizers.Tokenizer.from_str(text)

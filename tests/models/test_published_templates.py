@@ -12,7 +12,7 @@ from pagelet.models.text import ChatTemplate
 
 pytestmark = pytest.mark.slow
 
-FOLDER = vocabularies_folder() / LLAMA_CPP / "templates"
+FOLDER = vocabularies_folder() / LLAMA_CPP / "models" / "templates"
 TEMPLATES = sorted(path.name for path in FOLDER.glob("*.jinja"))
 # Variables of the templates' own; the first set is empty.
 DOCUMENTS = [{"doc_id": 1, "title": "Sky", "text": "It is blue.", "content": "It is blue."}]
