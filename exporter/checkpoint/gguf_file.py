@@ -100,7 +100,7 @@ def open_gguf(path: Path) -> GGUFCheckpoint:
         if spec.mlp.activation == "xielu":
             tensors = tensors | xielu_tensors(header, file, spec.num_layers)
         readable = [kind.name for kind in GGML_QUANT_SIZES if _can_dequantize(kind)]
-        ignored = (*spec.row.ignored, *factors)
+        ignored = (*spec.row.ignored, *family.ignored, *factors)
         sources = match_weights(spec, tensors, family.names, ignored, readable, str(path))
         checkpoint = GGUFCheckpoint(file, header, spec, sources, family.permuted)
         stack.pop_all()

@@ -38,6 +38,15 @@ _LONGROPE = {
     "rope_factors_long.weight": LONGROPE["long_factor"],
 }
 _NEOX = {"use_parallel_residual": True, "rope.dimension_count": 4}
+_GEMMA4 = {
+    "attention.sliding_window": WINDOW, "attention.key_length_swa": 16, "attention.value_length_swa": 16,
+    "rope.freq_base": 1e6, "final_logit_softcapping": 10.0,
+}  # fmt: skip
+# A layer that shares a cache may still have the weights of its own.
+_UNREAD = {
+    "blk.6.attn_k.weight": np.ones((32, 64)), "blk.6.attn_v.weight": np.ones((32, 64)),
+    "blk.6.attn_k_norm.weight": np.ones(16),
+}  # fmt: skip
 _MOE = {"expert_count": 8, "expert_used_count": 3, "expert_feed_forward_length": 32}
 FILES = [
     File("llama biases", "llama", {"rope.dimension_count": 16, "vocab_size": 320}),
@@ -51,6 +60,11 @@ FILES = [
         "attention.sliding_window": WINDOW, "rope.freq_base": 1e6, "rope.scaling.type": "linear",
         "rope.scaling.factor": 8.0,
     }),
+    File("gemma4", "gemma4", {
+        **_GEMMA4, "attention.key_length": 32, "attention.value_length": 32,
+        "attention.sliding_window_pattern": [True, False] * 4, "attention.shared_kv_layers": 4,
+        "feed_forward_length": [96] * 4 + [192] * 4, "embedding_length_per_layer_input": 32,
+    }, {"rope_freqs.weight": [1.0] * 4 + [1e30] * 12, **_UNREAD}),
     File("phi3", "phi3", {"attention.sliding_window": WINDOW, "rope.dimension_count": 16}),
     File("phi4 partial", "phi3", {"attention.sliding_window": 0, "rope.dimension_count": 8}),
     File("phi3 longrope, short", "phi3", {"rope.scaling.original_context_length": 64}, _LONGROPE),
