@@ -46,6 +46,7 @@ class GGUFFamily:
         ignored: endings of tensors that a file may hold and the model does not use.
         wide_scale: a model of so many layers scales its scores as if its heads were hidden_size / heads wide
             (Gemma's largest; the file does not say so, and llama.cpp goes by the number of layers too).
+        note: what is assumed and may be wrong, for whoever exports such a file.
     """
 
     gguf_name: str
@@ -63,6 +64,7 @@ class GGUFFamily:
     needs: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     wide_scale: int = 0
+    note: str = ""
 
 
 COMMON_KEYS: Keys = {
@@ -154,8 +156,11 @@ FAMILIES = (
     GGUFFamily("olmo2", "olmo3", when="attention.sliding_window", windows=True),
     GGUFFamily("olmo2", "olmo2", only={"attention.sliding_window": 0}),
     GGUFFamily("stablelm", "stablelm", keys=_PARALLEL),
-    # Whether its GELU is the exact one (Pythia) or the tanh form is not said: the exact one is built.
-    GGUFFamily("gptneox", "gpt_neox", names=_FUSED, keys=_PARALLEL),
+    GGUFFamily(
+        "gptneox", "gpt_neox", names=_FUSED, keys=_PARALLEL,
+        note="a GGUF file of GPT-NeoX does not say which GELU its model has: the exact one is built, as "
+             "Pythia has it; if config.json's hidden_act is not 'gelu', export the folder of the original",
+    ),
     GGUFFamily("gpt2", "gpt2", names=_GPT2),
     GGUFFamily("cohere2", "cohere2", keys={"logit_scale": Key("logit_scale", float)}, windows=True),
     GGUFFamily("exaone4", "exaone4", windows=True),

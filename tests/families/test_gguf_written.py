@@ -102,6 +102,16 @@ def test_file_and_folder_give_the_same_bits(
     assert np.array_equal(logits(path, max_context), logits(folder, max_context))
 
 
+@pytest.mark.parametrize(("row", "count"), [("gpt_neox", 1), ("qwen2", 0)])
+def test_what_is_assumed_is_said(row: str, count: int, make_family: MakeFamily, tmp_path: Path) -> None:
+    _, model = make_family(GGUF_ROWS[row])
+    path, notes = tmp_path / "model.gguf", list[str]()
+    file = next(file for file in FILES if file.row == row)
+    write_gguf(path, file.arch, model, file.keys)
+    export(path, tmp_path / "b", uncertified(weights="fp32"), on_note=notes.append)
+    assert sum("does not say which GELU" in note for note in notes) == count
+
+
 def test_experts_keep_their_codes(make_family: MakeFamily, tmp_path: Path) -> None:
     _, model = make_family(GGUF_ROWS["qwen3_moe"])
     path, kinds = tmp_path / "model.gguf", {"down_exps.weight": "MXFP4", "exps.weight": "Q4_0"}
