@@ -78,7 +78,7 @@ class AdaptedCheckpoint(Checkpoint):
             return self._base.read(role, start, stop)
         start, stop = self._rows(role, start, stop)
         if change.whole:
-            values = self._of(role, change.whole, start, stop)
+            values = self._from_folder(role, self._of(role, change.whole, start, stop))
         else:
             values = self._base.read(role, start, stop)
         with np.errstate(all="ignore"):  # what is no number is for the quantizer to report

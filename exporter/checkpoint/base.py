@@ -157,6 +157,10 @@ class Checkpoint(abc.ABC):
     ) -> None:
         self.close()
 
+    def _from_folder(self, role: str, values: NDArray[np.float32]) -> NDArray[np.float32]:
+        """What a tensor of the original or of an adapter means: Gemma's norms are stored as w - 1."""
+        return values + np.float32(self.spec.row.norm_offset) if role.endswith("norm.weight") else values
+
     def _rows(self, role: str, start: int, stop: int | None) -> tuple[int, int]:
         rows = self.weights[role].shape[0]
         end = rows if stop is None else stop

@@ -6,6 +6,7 @@ from typing import Any
 from pagelet.exporter.checkpoint.gguf_families import COMMON_KEYS, GGUFFamily, family_of
 from pagelet.exporter.checkpoint.gguf_rope import (
     ROPE_KEYS,
+    ROPE_KEYS_OF_WINDOWS,
     ROPE_ONLY,
     Factors,
     rope_parameters,
@@ -21,6 +22,7 @@ from pagelet.models.spec import LIMITS, ModelSpec
 from pagelet.models.weight_shapes import source_name
 
 _HEADS = ("attention.head_count_kv", "attention.key_length", "attention.value_length")
+_INNER, _SHARED = "feed_forward_length", "attention.shared_kv_layers"
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 # These do not change what the model computes.
 _HARMLESS = ("vocab_size", "tensor_data_layout", "expert_used_count", "rope.scaling.finetuned")
@@ -47,10 +49,11 @@ def spec_from_metadata(
     row = architecture_by_name(family.architecture)
     epsilon = f"attention.layer_norm_{'' if row.norm.get('type') == 'layer' else 'rms_'}epsilon"
     _check_known(section, family, epsilon)
+    if "attention_k_eq_v" in row.reads:
+        _check_values(tensors, section.where)
     heads, hidden = section.integer("attention.head_count"), section.integer("embedding_length")
     head_dim = section.integer("attention.key_length", hidden // max(heads, 1))
-    if section.integer("attention.value_length", head_dim) != head_dim:
-        raise UnsupportedError(f"{where}: keys and values have different lengths, which is not known.")
+    _check_lengths(section, head_dim)
     layers = section.integer("block_count")
     embedding = tensors.get(source_name("embedding.weight", family.names))
     config = {
@@ -58,6 +61,7 @@ def spec_from_metadata(
         "hidden_act": row.activations[0],
         "vocab_size": embedding.shape[0] if embedding else len(metadata.get("tokenizer.ggml.tokens", ())),
         **{key.config: section.integer(name) for name, key in COMMON_KEYS.items()},
+        **_inner_sizes(section, layers),
         "num_key_value_heads": section.integer("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "rms_norm_eps": section.positive(epsilon),
@@ -71,7 +75,8 @@ def spec_from_metadata(
         config |= _windows(section, row, layers)
     if family.wide_scale:
         config["query_pre_attn_scalar"] = hidden // max(heads, 1) if layers == family.wide_scale else head_dim
-    return with_factors(_spec(config, where), factors, where), family
+    spec = _spec(config, where)
+    return spec if family.two_kinds else with_factors(spec, factors, where), family
 
 
 def _spec(config: Mapping[str, Any], where: str) -> ModelSpec:
@@ -82,13 +87,43 @@ def _spec(config: Mapping[str, Any], where: str) -> ModelSpec:
 
 
 def _check_known(section: Section, family: GGUFFamily, epsilon: str) -> None:
-    read = {*COMMON_KEYS, *_HEADS, epsilon, *ROPE_KEYS, *family.keys}
+    read = {*COMMON_KEYS, _INNER, *_HEADS, epsilon, *ROPE_KEYS, *family.keys}
     if family.windows:
         read |= {_WINDOW, _PATTERN}
+    if family.two_kinds:
+        read |= {"attention.value_length_swa", *ROPE_KEYS_OF_WINDOWS}
     only = {**_ONLY, **family.only}
     section.check(
         (*read, *family.unused, *_HARMLESS), {key: only[key] for key in only if key not in family.keys}
     )
+    section.need(family.needs)
+
+
+def _check_lengths(section: Section, head_dim: int) -> None:
+    own = section.integer("attention.key_length_swa", head_dim)
+    for key, length in (("attention.value_length", head_dim), ("attention.value_length_swa", own)):
+        if section.integer(key, length) != length:
+            raise UnsupportedError(
+                f"{section.where}: keys and values have different lengths, which is not known."
+            )
+
+
+def _check_values(tensors: Mapping[str, TensorInfo], where: str) -> None:
+    """The larger Gemma 4 take a layer's keys for its values too."""
+    for name in tensors:
+        if name.endswith(".attn_k.weight") and name.replace("attn_k", "attn_v") not in tensors:
+            raise UnsupportedError(
+                f"{where}: {name} is there and no attn_v beside it: attention_k_eq_v is not known."
+            )
+
+
+def _inner_sizes(section: Section, count: int) -> dict[str, Any]:
+    """Of the MLPs; those of layers that share a cache may be twice as wide."""
+    sizes, shared = section.integers(_INNER), section.integer(_SHARED, 0)
+    own = len(sizes) - shared
+    if 0 < own < len(sizes) == count and sizes == [sizes[0]] * own + [2 * sizes[0]] * shared:
+        return {"intermediate_size": sizes[0], "use_double_wide_mlp": True}
+    return {"intermediate_size": section.integer(_INNER)}
 
 
 def _biases(row: Architecture, names: Names, tensors: Mapping[str, TensorInfo]) -> dict[str, bool]:

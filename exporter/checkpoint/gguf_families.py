@@ -40,8 +40,13 @@ class GGUFFamily:
         values: what config.json would say and the file does not.
         rope: the same of `rope_parameters`, where the rotation is scaled.
         windows: layers may attend to a window.
+        two_kinds: layers with a window have heads and a rotation of their own, the others turn only some of
+            their pairs, as `rope_freqs.weight` says (Gemma 4).
+        needs: keys without which nothing can be told, as llama.cpp has no rule for them either.
+        ignored: endings of tensors that a file may hold and the model does not use.
         wide_scale: a model of so many layers scales its scores as if its heads were hidden_size / heads wide
             (Gemma's largest; the file does not say so, and llama.cpp goes by the number of layers too).
+        note: what is assumed and may be wrong, for whoever exports such a file.
     """
 
     gguf_name: str
@@ -55,14 +60,17 @@ class GGUFFamily:
     values: Mapping[str, Any] = field(default_factory=dict, hash=False)
     rope: Mapping[str, Any] = field(default_factory=dict, hash=False)
     windows: bool = False
+    two_kinds: bool = False
+    needs: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
     wide_scale: int = 0
+    note: str = ""
 
 
 COMMON_KEYS: Keys = {
     "block_count": Key("num_hidden_layers"),
     "context_length": Key("max_position_embeddings"),
     "embedding_length": Key("hidden_size"),
-    "feed_forward_length": Key("intermediate_size"),
     "attention.head_count": Key("num_attention_heads"),
 }
 _EXPERTS: Keys = {"expert_count": Key("num_local_experts"), "expert_used_count": Key("num_experts_per_tok")}
@@ -92,6 +100,16 @@ _APERTUS: Names = {
     "mlp.alpha_p": "xielu.alpha_p.{layer}",
     "mlp.alpha_n": "xielu.alpha_n.{layer}",
 }
+_GEMMA4: Names = {
+    **GGUF_NAMES,
+    "layer_inputs.table": "per_layer_token_embd",
+    "layer_inputs.projection": "per_layer_model_proj",
+    "layer_inputs.norm": "per_layer_proj_norm",
+    "inputs.gate": _AT + "inp_gate",
+    "inputs.projection": _AT + "proj",
+    "inputs.post_norm": _AT + "post_norm",
+    "scale": _AT + "layer_output_scale.weight",
+}
 _MOE: Names = {
     **GGUF_NAMES,
     "mlp.router": _AT + "ffn_gate_inp",
@@ -115,6 +133,22 @@ FAMILIES = (
         "gemma3", "gemma3", windows=True, wide_scale=62,
         keys={**_LOGIT_CAP, "rope.freq_base_swa": Key("rope_local_base_freq", float)},
     ),
+    GGUFFamily(
+        "gemma4", "gemma4", names=_GEMMA4, windows=True, two_kinds=True,
+        keys={
+            **_LOGIT_CAP,
+            "attention.key_length": Key("global_head_dim"),
+            "attention.key_length_swa": Key("head_dim"),
+            "attention.shared_kv_layers": Key("num_kv_shared_layers"),
+            "embedding_length_per_layer_input": Key("hidden_size_per_layer_input"),
+        },
+        needs=("attention.key_length", "attention.key_length_swa", "attention.sliding_window_pattern",
+               "embedding_length_per_layer_input"),
+        # A model with experts is refused for their number.
+        unused=("expert_feed_forward_length",),
+        # Layers that share a cache may still have the weights of their own.
+        ignored=(".attn_k.weight", ".attn_v.weight", ".attn_k_norm.weight"),
+    ),
     GGUFFamily("phi3", "phi3", names=_PHI3, windows=True),
     GGUFFamily("smollm3", "smollm3", permuted=True),
     GGUFFamily("granite", "granite", permuted=True, keys=_MULTIPLIERS, only={"rope.scaling.finetuned": True},
@@ -122,8 +156,11 @@ FAMILIES = (
     GGUFFamily("olmo2", "olmo3", when="attention.sliding_window", windows=True),
     GGUFFamily("olmo2", "olmo2", only={"attention.sliding_window": 0}),
     GGUFFamily("stablelm", "stablelm", keys=_PARALLEL),
-    # Whether its GELU is the exact one (Pythia) or the tanh form is not said: the exact one is built.
-    GGUFFamily("gptneox", "gpt_neox", names=_FUSED, keys=_PARALLEL),
+    GGUFFamily(
+        "gptneox", "gpt_neox", names=_FUSED, keys=_PARALLEL,
+        note="a GGUF file of GPT-NeoX does not say which GELU its model has: the exact one is built, as "
+             "Pythia has it; if config.json's hidden_act is not 'gelu', export the folder of the original",
+    ),
     GGUFFamily("gpt2", "gpt2", names=_GPT2),
     GGUFFamily("cohere2", "cohere2", keys={"logit_scale": Key("logit_scale", float)}, windows=True),
     GGUFFamily("exaone4", "exaone4", windows=True),

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from pagelet.exporter.checkpoint.base import Blocks, Checkpoint
 from pagelet.exporter.checkpoint.files import SourceFile
 from pagelet.exporter.checkpoint.gguf_config import spec_from_metadata
+from pagelet.exporter.checkpoint.gguf_families import GGUFFamily
 from pagelet.exporter.checkpoint.gguf_header import GGUFHeader, read_header
 from pagelet.exporter.checkpoint.gguf_rope import read_factors
 from pagelet.exporter.checkpoint.gguf_xielu import xielu_tensors
@@ -36,12 +37,12 @@ class GGUFCheckpoint(Checkpoint):
         header: GGUFHeader,
         spec: ModelSpec,
         sources: Mapping[str, Source],
-        permuted: bool,
+        family: GGUFFamily,
     ) -> None:
-        """`permuted`: the rows of q and k lie paired for interleaved rotation."""
         files = {file.path.name: file}
-        super().__init__(file.path, spec, files, header.tensors, sources, header.metadata)
-        self._permuted = permuted
+        notes = [family.note] if family.note else []
+        super().__init__(file.path, spec, files, header.tensors, sources, header.metadata, notes)
+        self._permuted = family.permuted
 
     def read(self, role: str, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
         info, (start, stop) = self._sources[role].info, self._rows(role, start, stop)
@@ -100,9 +101,9 @@ def open_gguf(path: Path) -> GGUFCheckpoint:
         if spec.mlp.activation == "xielu":
             tensors = tensors | xielu_tensors(header, file, spec.num_layers)
         readable = [kind.name for kind in GGML_QUANT_SIZES if _can_dequantize(kind)]
-        ignored = (*spec.row.ignored, *factors)
+        ignored = (*spec.row.ignored, *family.ignored, *factors)
         sources = match_weights(spec, tensors, family.names, ignored, readable, str(path))
-        checkpoint = GGUFCheckpoint(file, header, spec, sources, family.permuted)
+        checkpoint = GGUFCheckpoint(file, header, spec, sources, family)
         stack.pop_all()
     return checkpoint
 

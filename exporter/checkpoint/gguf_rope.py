@@ -32,6 +32,10 @@ ROPE_KEYS = (
     "rope.scaling.factor", "rope.scale_linear", "rope.scaling.attn_factor", "attention.temperature_scale",
     *_ORIGINAL, *_YARN, _LOG,
 )  # fmt: skip
+# Beside them, of families whose layers are of two kinds.
+ROPE_KEYS_OF_WINDOWS = ("rope.dimension_count_swa",)
+# A pair whose frequency is divided by so much stays where it is.
+_STAYS = 1e30
 ROPE_ONLY = {"rope.scaling.yarn_ext_factor": 1.0}
 
 
@@ -65,6 +69,8 @@ def rope_parameters(section: Section, family: GGUFFamily, factors: Factors, head
         UnsupportedError: a scaling that is not known, or a rotation that cannot be told from the file.
         CheckpointError: a value makes no sense.
     """
+    if family.two_kinds:
+        return _of_two_kinds(section, family, factors, head_dim)
     theta = section.positive("rope.freq_base", 10000.0)  # unsaid of GPT-NeoX and StableLM
     if "rope.freq_base_swa" not in family.keys and section.positive("rope.freq_base_swa", theta) != theta:
         raise UnsupportedError(f"{section.where}: layers with a window have a rope base of their own.")
@@ -72,10 +78,49 @@ def rope_parameters(section: Section, family: GGUFFamily, factors: Factors, head
     if family.permuted and rotary_dim != head_dim:
         # Whole heads are permuted, so the pairs of a partial rotation would not come out right.
         raise UnsupportedError(f"{section.where}: only {rotary_dim} of {head_dim} elements are rotated.")
-    found: dict[str, Any] = {"rope_theta": theta, **_scaling(section, family, factors)}
-    if rotary_dim != head_dim:  # half an element more, that no rounding loses one
-        found["partial_rotary_factor"] = (rotary_dim + 0.5) / max(head_dim, 1)
-    return found
+    return {"rope_theta": theta, **_scaling(section, family, factors), **_partial(rotary_dim, head_dim)}
+
+
+def _partial(rotary_dim: int, head_dim: int) -> dict[str, float]:
+    """Half an element more, that no rounding loses one."""
+    whole = rotary_dim == head_dim
+    return {} if whole else {"partial_rotary_factor": (rotary_dim + 0.5) / max(head_dim, 1)}
+
+
+def _of_two_kinds(
+    section: Section, family: GGUFFamily, factors: Factors, head_dim: int
+) -> dict[str, dict[str, Any]]:
+    """By kind of layer; `head_dim`: of those without a window, whose frequencies are as of whole heads."""
+    if _scaling(section, family, factors) or section.integer("rope.dimension_count", head_dim) != head_dim:
+        raise UnsupportedError(
+            f"{section.where}: known is a rotation of whole heads without scaling, where "
+            f"{FACTORS} says which pairs stay."
+        )
+    own = section.integer("attention.key_length_swa")
+    return {
+        "sliding_attention": {
+            "rope_theta": section.positive("rope.freq_base_swa", 10000.0),
+            **_partial(section.integer("rope.dimension_count_swa", own), own),
+        },
+        "full_attention": {
+            "rope_type": "proportional",
+            "rope_theta": section.positive("rope.freq_base", 10000.0),
+            **_partial(2 * _turning(section, factors, head_dim // 2), head_dim),
+        },
+    }
+
+
+def _turning(section: Section, factors: Factors, pairs: int) -> int:
+    """How many pairs turn: they come first, and no other frequency is changed."""
+    divisors = factors.get(FACTORS, ())
+    turning = divisors.count(1.0)
+    first, rest = divisors[:turning], divisors[turning:]
+    if len(divisors) != pairs or set(first) - {1.0} or min(rest, default=_STAYS) < _STAYS:
+        raise UnsupportedError(
+            f"{section.where}: {FACTORS} is F32 [{len(divisors)}]; expected F32 [{pairs}], 1 for the pairs "
+            f"that turn, then {_STAYS:g} for those that stay."
+        )
+    return turning
 
 
 def _scaling(section: Section, family: GGUFFamily, factors: Factors) -> dict[str, Any]:

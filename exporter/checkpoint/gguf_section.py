@@ -36,6 +36,12 @@ class Section:
             if np.ndim(found) or found != known:
                 raise UnsupportedError(f"{self.where}: {key!r} is {found!r:.80}; known is {known!r} only.")
 
+    def need(self, keys: Iterable[str]) -> None:
+        """Raise CheckpointError for a key that is not there."""
+        for key in keys:
+            if key not in self:
+                raise CheckpointError(f"{self.where}: {key!r} is missing.")
+
     def __contains__(self, key: str) -> bool:
         return key in self._data
 
@@ -53,6 +59,13 @@ class Section:
                 raise UnsupportedError(f"{self.where}: {key!r} differs from layer to layer; not known of it.")
             return int(value[0])
         return int(self._get(key, int, default))
+
+    def integers(self, key: str) -> list[int]:
+        """As the file has it: one for each layer, or one."""
+        value = self._data.get(key)
+        if isinstance(value, np.ndarray) and np.issubdtype(value.dtype, np.integer):
+            return [int(item) for item in value]
+        return [self.integer(key)]
 
     def positive(self, key: str, default: float | None = None) -> float:
         value = float(self._get(key, (int, float), default))

@@ -54,7 +54,6 @@ class HuggingFaceCheckpoint(Checkpoint):
         """`packed`: by the name in `tensors` that stands for its parts."""
         super().__init__(folder, spec, files, tensors, sources, folder, notes)
         self._packed = dict(packed)
-        self._norm_offset = np.float32(spec.row.norm_offset)
         fp8 = {source.info.name: source.info for source in sources.values() if source.info.dtype == FP8_DTYPE}
         self._scales = {
             name: read_scales(info, tensors, scheme and scheme.fp8_block, self._whole)
@@ -77,7 +76,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         low, high, picked = source.span(start, stop)
         values = packed.read(low, high) if packed else self._floats(source.info, low, high)
         values = values if picked is None else values[picked]
-        return values + self._norm_offset if role.endswith("norm.weight") else values
+        return self._from_folder(role, values)
 
     def read_blocks(self, role: str, start: int = 0, stop: int | None = None) -> Blocks | None:
         packed = self._packed.get(self.weights[role].name)

@@ -1,6 +1,7 @@
 """What the metadata of a GGUF file says is read, what it leaves out is known or refused."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,26 @@ from pagelet.models.spec import ModelSpec
 
 EMBEDDING = TensorInfo("token_embd.weight", (300, 64), "F32", 4 * 300 * 64, "m.gguf", 0)
 _ROPE = "rope.scaling."
+_GEMMA4 = {
+    "attention.key_length_swa": 16,
+    "attention.sliding_window": 8,
+    "attention.sliding_window_pattern": np.array([1, 0] * 3, bool),
+    "attention.shared_kv_layers": 2,
+    "embedding_length_per_layer_input": 8,
+    "feed_forward_length": np.array([96] * 4 + [192] * 2, np.int32),
+}
+_STAYS = float(np.float32(1e30))
 _YARN = {f"{_ROPE}type": "yarn", f"{_ROPE}factor": 8.0, f"{_ROPE}original_context_length": 64}
 
 
 def read(
-    arch: str, changes: dict[str, Any], factors: dict[str, Any] | None = None, layers: int = 4
+    arch: str,
+    changes: dict[str, Any],
+    factors: dict[str, Any] | None = None,
+    layers: int = 4,
+    tensors: Sequence[TensorInfo] = (),
 ) -> ModelSpec:
-    """The model of a file with these keys under "{arch}."; None takes one away."""
+    """The model of a file with these keys under "{arch}." and tensors; None takes a key away."""
     keys = {
         "block_count": layers,
         "context_length": 512,
@@ -37,7 +51,8 @@ def read(
     }
     metadata = {f"{arch}.{key}": value for key, value in keys.items() if value is not None}
     metadata["general.architecture"] = arch
-    return spec_from_metadata(metadata, {EMBEDDING.name: EMBEDDING}, factors or {}, "m.gguf")[0]
+    infos = {info.name: info for info in (EMBEDDING, *tensors)}
+    return spec_from_metadata(metadata, infos, factors or {}, "m.gguf")[0]
 
 
 def windows(spec: ModelSpec) -> list[int]:
@@ -100,6 +115,65 @@ def test_gemma_3_turns_layers_with_a_window_at_their_own_base() -> None:
         assert (full.theta, full.scaling, full.factor) == (1e6, "linear", 8.0)
 
 
+@pytest.mark.parametrize("turning", range(17))
+def test_gemma_4_turns_some_pairs_of_layers_without_a_window(turning: int) -> None:
+    factors = {"rope_freqs.weight": (1.0,) * turning + (_STAYS,) * (16 - turning)}
+    keys = {**_GEMMA4, "rope.freq_base": 1e6, "rope.freq_base_swa": 2e4, "rope.dimension_count_swa": 12}
+    sliding, full = read("gemma4", keys, factors, layers=6).ropes
+    assert (sliding.theta, sliding.scaling, sliding.rotary_dim) == (2e4, "none", 12)
+    assert (full.theta, full.scaling, full.rotary_dim) == (1e6, "proportional", 32)
+    assert full.turning_pairs == turning
+    np.testing.assert_array_equal(full.inverse_frequencies() != 0, np.arange(16) < turning)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_gemma_4_has_layers_of_two_kinds(wide: bool) -> None:
+    keys = _GEMMA4 if wide else {**_GEMMA4, "feed_forward_length": 96}
+    spec = read("gemma4", keys, {"rope_freqs.weight": (1.0,) * 16}, layers=6)
+    assert windows(spec) == [8, 0] * 3
+    assert [layer.head_dim for layer in spec.layers] == [16, 32] * 3
+    assert [layer.cache_of for layer in spec.layers] == [-1] * 4 + [2, 3]
+    assert [layer.intermediate_size for layer in spec.layers] == [96] * 4 + [192 if wide else 96] * 2
+    assert spec.layer_inputs == 8
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "match"),
+    [
+        ({"attention.key_length": None}, CheckpointError, "'attention.key_length' is missing"),
+        ({"attention.key_length_swa": None}, CheckpointError, "'attention.key_length_swa' is missing"),
+        ({"attention.sliding_window_pattern": None}, CheckpointError, "window_pattern' is missing"),
+        ({"embedding_length_per_layer_input": None}, CheckpointError, "per_layer_input' is missing"),
+        ({"attention.value_length_swa": 8}, UnsupportedError, "keys and values have different lengths"),
+        ({"attention.shared_kv_layers": 1}, UnsupportedError, "'feed_forward_length' differs from layer"),
+        ({"feed_forward_length": np.array([96, 96, 192, 192])}, UnsupportedError, "length' differs from"),
+        ({"feed_forward_length": np.array([], np.int32)}, CheckpointError, "'feed_forward_length' is array"),
+        ({"attention.head_count_kv": np.array([2, 1] * 3)}, UnsupportedError, "head_count_kv' differs from"),
+        ({"expert_count": 8, "expert_feed_forward_length": 32}, UnsupportedError, "'expert_count' is 8"),
+        ({"rope.dimension_count": 16}, UnsupportedError, "rotation of whole heads without scaling"),
+        ({f"{_ROPE}factor": 2.0}, UnsupportedError, "rotation of whole heads without scaling"),
+    ],
+)
+def test_gemma_4_of_another_kind_is_refused(keys: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        read("gemma4", {**_GEMMA4, **keys}, {"rope_freqs.weight": (1.0,) * 16}, layers=6)
+
+
+@pytest.mark.parametrize(
+    "divisors", [(), (1.0,) * 15, (1.0,) * 15 + (2.0,), (1.0, _STAYS) * 8, (2.0,) * 8 + (_STAYS,) * 8]
+)
+def test_divisors_that_do_more_than_hold_pairs_are_refused(divisors: tuple[float, ...]) -> None:
+    factors = {"rope_freqs.weight": divisors} if divisors else {}
+    with pytest.raises(UnsupportedError, match=rf"is F32 \[{len(divisors)}\]; expected F32 \[16\], 1 for"):
+        read("gemma4", _GEMMA4, factors, layers=6)
+
+
+def test_keys_that_are_values_too_are_refused_by_name() -> None:
+    keys = TensorInfo("blk.5.attn_k.weight", (64, 64), "F32", 4 * 64 * 64, "m.gguf", 0)
+    with pytest.raises(UnsupportedError, match=r"blk.5.attn_k.weight .* attention_k_eq_v is not known"):
+        read("gemma4", _GEMMA4, layers=6, tensors=[keys])
+
+
 def test_granite_has_four_multipliers() -> None:
     keys = {"attention.scale": 0.5, "embedding_scale": 12.0, "residual_scale": 0.25, "logit_scale": 8.0}
     spec = read("granite", keys)
@@ -151,7 +225,7 @@ def test_one_number_for_each_layer_may_be_the_same() -> None:
 @pytest.mark.parametrize(
     ("arch", "keys", "error", "match"),
     [
-        ("gemma4", {}, UnsupportedError, "'gemma4' in the GGUF file; known: llama, mistral3"),
+        ("gemma3n", {}, UnsupportedError, "'gemma3n' in the GGUF file; known: llama, mistral3"),
         ("qwen2", {"expert_count": 4}, UnsupportedError, "'expert_count' is 4; known is 0 only"),
         ("qwen3", {"attention.causal": False}, UnsupportedError, "'attention.causal' is False"),
         ("qwen3", {"pooling_type": 3}, UnsupportedError, "unknown key 'pooling_type'"),

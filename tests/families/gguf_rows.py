@@ -15,6 +15,12 @@ _LINEAR = {
 }
 _TEMPERED = {**YARN, "llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0}
 _GEMMA = {"head_dim": 32, "sliding_window": WINDOW, "query_pre_attn_scalar": 32, "vocab_size": 259}
+# Its layers that turn some pairs only turn another part of them than those of the real models.
+_PROPORTIONAL = {
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 5e5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+}
+_GEMMA4 = {"vocab_size": 259, "vocab_size_per_layer_input": 259}
 # Gemma's largest models are known by their number of layers: 64 / 4 is not the width of a head.
 _WIDE = {**_GEMMA, "query_pre_attn_scalar": 16, "intermediate_size": 32, "num_key_value_heads": 1}
 _PHI = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64}
@@ -43,6 +49,9 @@ GGUF_ROWS = {
     "gemma2, 46 layers": _as("gemma2", **_WIDE, num_hidden_layers=46),
     "gemma3": _as("gemma3", **_GEMMA, rope_parameters=_LINEAR, num_hidden_layers=12),
     "gemma3, 62 layers": _as("gemma3", **_WIDE, num_hidden_layers=62),
+    "gemma4": _as("gemma4", **_GEMMA4),
+    "gemma4 narrow": _as("gemma4", **_GEMMA4, use_double_wide_mlp=False, rope_parameters=_PROPORTIONAL),
+    "gemma4 own caches": _as("gemma4 own caches", **_GEMMA4, global_head_dim=32),
     "phi3": ROWS["phi3"],
     "phi3 longrope, short": Row("Phi3", _PHI, max_context=64),
     "phi3 longrope, long": Row("Phi3", _PHI),

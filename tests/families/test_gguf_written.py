@@ -38,6 +38,15 @@ _LONGROPE = {
     "rope_factors_long.weight": LONGROPE["long_factor"],
 }
 _NEOX = {"use_parallel_residual": True, "rope.dimension_count": 4}
+_GEMMA4 = {
+    "attention.sliding_window": WINDOW, "attention.key_length_swa": 16, "attention.value_length_swa": 16,
+    "rope.freq_base": 1e6, "final_logit_softcapping": 10.0,
+}  # fmt: skip
+# A layer that shares a cache may still have the weights of its own.
+_UNREAD = {
+    "blk.6.attn_k.weight": np.ones((32, 64)), "blk.6.attn_v.weight": np.ones((32, 64)),
+    "blk.6.attn_k_norm.weight": np.ones(16),
+}  # fmt: skip
 _MOE = {"expert_count": 8, "expert_used_count": 3, "expert_feed_forward_length": 32}
 FILES = [
     File("llama biases", "llama", {"rope.dimension_count": 16, "vocab_size": 320}),
@@ -51,6 +60,11 @@ FILES = [
         "attention.sliding_window": WINDOW, "rope.freq_base": 1e6, "rope.scaling.type": "linear",
         "rope.scaling.factor": 8.0,
     }),
+    File("gemma4", "gemma4", {
+        **_GEMMA4, "attention.key_length": 32, "attention.value_length": 32,
+        "attention.sliding_window_pattern": [True, False] * 4, "attention.shared_kv_layers": 4,
+        "feed_forward_length": [96] * 4 + [192] * 4, "embedding_length_per_layer_input": 32,
+    }, {"rope_freqs.weight": [1.0] * 4 + [1e30] * 12, **_UNREAD}),
     File("phi3", "phi3", {"attention.sliding_window": WINDOW, "rope.dimension_count": 16}),
     File("phi4 partial", "phi3", {"attention.sliding_window": 0, "rope.dimension_count": 8}),
     File("phi3 longrope, short", "phi3", {"rope.scaling.original_context_length": 64}, _LONGROPE),
@@ -86,6 +100,16 @@ def test_file_and_folder_give_the_same_bits(
     write_gguf(path, file.arch, model, file.keys, file.extra)
     max_context = GGUF_ROWS[file.row].max_context
     assert np.array_equal(logits(path, max_context), logits(folder, max_context))
+
+
+@pytest.mark.parametrize(("row", "count"), [("gpt_neox", 1), ("qwen2", 0)])
+def test_what_is_assumed_is_said(row: str, count: int, make_family: MakeFamily, tmp_path: Path) -> None:
+    _, model = make_family(GGUF_ROWS[row])
+    path, notes = tmp_path / "model.gguf", list[str]()
+    file = next(file for file in FILES if file.row == row)
+    write_gguf(path, file.arch, model, file.keys)
+    export(path, tmp_path / "b", uncertified(weights="fp32"), on_note=notes.append)
+    assert sum("does not say which GELU" in note for note in notes) == count
 
 
 def test_experts_keep_their_codes(make_family: MakeFamily, tmp_path: Path) -> None:

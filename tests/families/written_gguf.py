@@ -50,6 +50,7 @@ def write_gguf(
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(number, model.config.num_hidden_layers)
     for name, array in _stacked(model).items():
+        name += "" if name.endswith((".weight", ".bias")) else ".weight"
         gguf_name = names.get_name(name, (".weight", ".bias"))
         kind = next((kind for end, kind in (kinds or {}).items() if gguf_name.endswith(end)), "F32")
         qtype = gguf.GGMLQuantizationType[kind]
@@ -75,8 +76,9 @@ def _common(config: Any) -> dict[str, Any]:
         "attention.head_count_kv": getattr(config, "num_key_value_heads", config.num_attention_heads),
         f"attention.layer_norm_{'rms_' if of_rms else ''}epsilon": epsilon,
     }
-    if getattr(config, "head_dim", None):
-        keys |= {"attention.key_length": config.head_dim, "attention.value_length": config.head_dim}
+    head_dim = config.to_dict().get("head_dim")  # Gemma 4's config itself does not tell
+    if head_dim:
+        keys |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
     return keys
 
 
@@ -114,6 +116,6 @@ def _converted(arch: str, name: str, array: np.ndarray[Any, Any], config: Any) -
     if arch in ("llama", "smollm3", "granite") and module in heads:
         halves = array.reshape(heads[module], 2, -1, *array.shape[1:])
         return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(array.shape)
-    if arch.startswith("gemma") and name.endswith("norm.weight"):
+    if arch in ("gemma2", "gemma3") and name.endswith("norm.weight"):
         return array + np.float32(1)
     return array
