@@ -97,8 +97,10 @@ def cache_owners(windows: Sequence[int], shared: int) -> list[int]:
     The last `shared` layers read those of the last layer before them with the same kind of attention.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none, or `shared` makes no sense.
     """
+    if shared < 0:
+        raise CheckpointError(f"{_WHERE}: 'num_kv_shared_layers' is {shared}; expected none or more.")
     first = len(windows) - shared
     owners = [-1] * len(windows)
     for layer in range(max(first, 0), len(windows)):

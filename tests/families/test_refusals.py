@@ -62,6 +62,7 @@ def test_what_is_not_built_is_refused(changes: dict[str, Any], message: str) -> 
         ({"vocab_size_per_layer_input": 100}, UnsupportedError, "'vocab_size_per_layer_input' is 100"),
         ({"num_kv_shared_layers": 3}, CheckpointError, "no layer before 1 to share keys with"),
         ({"num_kv_shared_layers": 9}, CheckpointError, "to share keys with"),
+        ({"num_kv_shared_layers": -1}, CheckpointError, "'num_kv_shared_layers' is -1"),
         ({"per_layer_config": {"1": {"sliding_window": 4}}}, UnsupportedError, "'sliding_window'"),
         ({"per_layer_config": {"1": {"head_dim": "x"}}}, CheckpointError, "'head_dim'"),
         ({"hidden_size_per_layer_input": 1 << 20}, CheckpointError, "layer_inputs is 1048576"),
