@@ -5,9 +5,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from pagelet.exporter.checkpoint import Checkpoint
+from pagelet.exporter.modules import linear_units
 from pagelet.exporter.options import FP8_BLOCK, GROUP_SIZES, INTEGERS, ExportOptions
 from pagelet.exporter.stacked_rows import WeightFormat, fits
-from pagelet.exporter.weights import linear_units, type_name
+from pagelet.exporter.weights import type_name
 from pagelet.models.manifest import Quantization
 from pagelet.models.spec import ModelSpec
 from pagelet.plugins.float_packing import FloatFormat

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
+from pagelet.exporter.graph_attention import CacheFormat, Step
 from pagelet.exporter.graph_builder import GraphBuilder
-from pagelet.exporter.graph_layer import TAPS, CacheFormat, Step, add_layer, tap_widths
+from pagelet.exporter.graph_layer import TAPS, add_layer, tap_widths
 from pagelet.exporter.weights import StoredWeights
 from pagelet.models.spec import ModelSpec
 from pagelet.plugins.activations import Activation

@@ -8,16 +8,9 @@ from types import TracebackType
 
 from pagelet.exporter.checkpoint import Checkpoint
 from pagelet.exporter.layerwise import Part
+from pagelet.exporter.modules import layer_input_units, layer_units, layer_vectors, norm_vectors
 from pagelet.exporter.stacked_rows import PLAIN, Treatment, WeightFormat
-from pagelet.exporter.weights import (
-    WEIGHTS_NAME,
-    WeightsFile,
-    WeightsWriter,
-    layer_input_units,
-    layer_units,
-    layer_vectors,
-    norm_vectors,
-)
+from pagelet.exporter.weights import WEIGHTS_NAME, WeightsFile, WeightsWriter
 from pagelet.models.spec import ModelSpec
 from pagelet.plugins.float_packing import FloatFormat
 

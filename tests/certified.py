@@ -17,15 +17,9 @@ from pagelet.exporter.checkpoint import open_checkpoint
 from pagelet.exporter.formats import choose_formats, describe
 from pagelet.exporter.graph import CacheFormat, build_graph
 from pagelet.exporter.layerwise import Part
+from pagelet.exporter.modules import layer_vectors, linear_units, norm_vectors
 from pagelet.exporter.text import write_text_files
-from pagelet.exporter.weights import (
-    WEIGHTS_NAME,
-    WeightsFile,
-    WeightsWriter,
-    layer_vectors,
-    linear_units,
-    norm_vectors,
-)
+from pagelet.exporter.weights import WEIGHTS_NAME, WeightsFile, WeightsWriter
 from pagelet.models.certificate import CERTIFICATE_NAME, Certificate
 from pagelet.models.manifest import MANIFEST_NAME, Manifest, load_manifest
 

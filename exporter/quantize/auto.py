@@ -9,6 +9,7 @@ from pagelet.exporter.calibration.moments import Float64, LayerMoments, head_hes
 from pagelet.exporter.formats import ROUTER, Formats
 from pagelet.exporter.job import Job
 from pagelet.exporter.layerwise import Part
+from pagelet.exporter.modules import is_routed, layer_units, linear_units
 from pagelet.exporter.options import ExportOptions
 from pagelet.exporter.original import Original
 from pagelet.exporter.quantize.allocation import Choice, allocate
@@ -18,7 +19,7 @@ from pagelet.exporter.resume import load_formats, save_formats
 from pagelet.exporter.sensitivity import Sensitivity, Variant
 from pagelet.exporter.stacked_rows import StackedRows, Treatment, named, nearest, sample_rows
 from pagelet.exporter.stream import Float32
-from pagelet.exporter.weights import is_routed, layer_units, linear_units, stacked
+from pagelet.exporter.weights import stacked
 from pagelet.models.errors import InputError
 from pagelet.plugins.packing import GROUP_SIZES, LinearFormat, dequantize
 

@@ -18,13 +18,14 @@ from pagelet.exporter.calibration.moments import Float64, LayerMoments, head_hes
 from pagelet.exporter.formats import TABLES, Formats
 from pagelet.exporter.job import Job
 from pagelet.exporter.layerwise import Layerwise, Part, Texts
+from pagelet.exporter.modules import is_routed, layer_units, linear_units
 from pagelet.exporter.original import Original
 from pagelet.exporter.quantize.awq import foldable, search_input_scales
 from pagelet.exporter.quantize.gptq import Gptq
 from pagelet.exporter.quantize.rounding import round_to_nearest
 from pagelet.exporter.stacked_rows import PLAIN, Round, Treatment, named, nearest, sample_rows
 from pagelet.exporter.stream import Float32, Stream
-from pagelet.exporter.weights import is_routed, layer_units, linear_units, stacked
+from pagelet.exporter.weights import stacked
 from pagelet.models.spec import ModelSpec
 from pagelet.plugins.packing import LinearFormat
 

@@ -16,12 +16,13 @@ from pagelet.exporter.graph import CacheFormat
 from pagelet.exporter.job import Job
 from pagelet.exporter.layerwise import Layerwise, Part, Texts
 from pagelet.exporter.model_weights import write_weights
+from pagelet.exporter.modules import layer_units, linear_units
 from pagelet.exporter.original import Original
 from pagelet.exporter.quantize.auto import candidates, spend_budget
 from pagelet.exporter.quantize.quantizer import RoundToNearest
 from pagelet.exporter.sensitivity import Sensitivity, Variant
 from pagelet.exporter.stacked_rows import nearest
-from pagelet.exporter.weights import layer_units, linear_units, stacked
+from pagelet.exporter.weights import stacked
 from pagelet.models.errors import InputError
 from pagelet.plugins.float_packing import FloatFormat
 from pagelet.plugins.packing import LinearFormat

@@ -17,8 +17,9 @@ from pagelet.exporter.checkpoint import open_checkpoint
 from pagelet.exporter.formats import choose_formats
 from pagelet.exporter.job import Job
 from pagelet.exporter.layerwise import Layerwise, Part, Texts
+from pagelet.exporter.modules import layer_units, layer_vectors
 from pagelet.exporter.quantize.quantizer import open_quantizer
-from pagelet.exporter.weights import WEIGHTS_NAME, WeightsFile, WeightsWriter, layer_units, layer_vectors
+from pagelet.exporter.weights import WEIGHTS_NAME, WeightsFile, WeightsWriter
 from pagelet.models.certificate import CERTIFICATE_NAME, OUTPUTS_NAME, load_certificate
 from pagelet.models.errors import CheckpointError, InputError, UnfinishedError
 from pagelet.models.manifest import load_manifest

@@ -24,6 +24,7 @@ from pagelet.exporter.calibration.moments import LayerMoments, small_weights
 from pagelet.exporter.checkpoint import open_checkpoint
 from pagelet.exporter.formats import Formats
 from pagelet.exporter.layerwise import Layerwise, Part, Texts
+from pagelet.exporter.modules import layer_units, linear_units
 from pagelet.exporter.original import Original
 from pagelet.exporter.quantize import quantizer as quantizers
 from pagelet.exporter.quantize.output_error import output_error
@@ -33,7 +34,7 @@ from pagelet.exporter.quantize.quantizer import (
 )
 from pagelet.exporter.quantize.rounding import round_to_nearest
 from pagelet.exporter.stacked_rows import Treatment
-from pagelet.exporter.weights import layer_units, linear_units, stacked
+from pagelet.exporter.weights import stacked
 from pagelet.plugins.packing import LinearFormat, dequantize, quantize_rtn, unpack
 from pagelet.runtime import Engine, EngineConfig
 
