@@ -184,8 +184,8 @@ def test_the_command_offers_what_the_exporter_serves() -> None:
 def test_fp8_blocks_share_their_scales(make_llama: MakeCheckpoint, tmp_path: Path) -> None:
     """Each 128 × 128 block of each weight has the scale max |w| / 448, cut short at the weight's last row."""
     from pagelet.exporter.checkpoint import open_checkpoint
+    from pagelet.exporter.modules import layer_units
     from pagelet.exporter.stacked_rows import Treatment
-        from pagelet.exporter.modules import layer_units
     from pagelet.exporter.weights import stacked
 
     source = make_llama(hidden_size=256, intermediate_size=384, num_attention_heads=4, num_key_value_heads=2)
