@@ -31,12 +31,20 @@ from pagelet.models.names import (
 
 _WINDOWS = ("sliding_window", "layer_types")
 _QWEN_WINDOWS = (*_WINDOWS, "use_sliding_window", "max_window_layers")
-_GEMMA = (*_WINDOWS, "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
-          "attention_bias", "use_bidirectional_attention")  # fmt: skip
+_PARTIAL = ("partial_rotary_factor",)
+_GEMMA = (*_WINDOWS, "query_pre_attn_scalar", "final_logit_softcapping", "attention_bias",
+          "use_bidirectional_attention")  # fmt: skip
 _GEMMA4_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
+_APERTUS_ROPE = {"rope_type": "llama3", "rope_theta": 12e6, "factor": 8.0, "low_freq_factor": 1.0,
+                 "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
+_GPT_OSS_ROPE = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "truncate": False,
+                 "original_max_position_embeddings": 4096}  # fmt: skip
+_MINISTRAL3_ROPE = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "mscale": 1.0,
+                    "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384,
+                    "llama_4_scaling_beta": 0.1}  # fmt: skip
 # Of layers that a dense Granite 4 does not have.
 _UNUSED_MAMBA = (
     "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv", "mamba_expand",
@@ -56,6 +64,7 @@ class Architecture:
         reads: keys of config.json that it reads beside the common ones.
         keys: where config.json calls a value otherwise than Llama's does: {Llama's key: its own}.
         values: what a key means where config.json is silent.
+        only: keys that may only have these values: others are not built.
         ignored: endings of tensors that a checkpoint may hold and the model does not use.
         activations: values of `hidden_act` that it knows.
         gated: the MLP is act(gate) · up.
@@ -64,7 +73,11 @@ class Architecture:
         norm_offset: what the checkpoint's norm weights lack: Gemma stores w - 1.
         attention: its fields of `AttentionSpec`.
         full_every: of so many layers the last attends to everything, the others to a window.
-        rope_on: "" all layers are rotated; "windows" only those with a window.
+        window_rule: where `layer_types` is silent and windows are on: "" by `full_every`, "behind" from layer
+            `max_window_layers` on, "all", or "unrotated" those that are not rotated.
+        rope_on: "" all layers are rotated; "windows" only those with a window; "windows_if_any" the same, but
+            all where the model has none.
+        rope_kinds: layers with a window have a rotation of their own.
         rope: its fields of `RopeSpec`.
         model: its fields of `ModelSpec`.
         scaled_embedding: the table's rows are scaled by the square root of their width.
@@ -77,6 +90,7 @@ class Architecture:
     reads: tuple[str, ...] = ()
     keys: Mapping[str, str] = field(default_factory=dict, hash=False)
     values: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
     ignored: tuple[str, ...] = ()
     activations: tuple[str, ...] = ("silu",)
     gated: bool = True
@@ -85,7 +99,9 @@ class Architecture:
     norm_offset: float = 0.0
     attention: Mapping[str, Any] = field(default_factory=dict, hash=False)
     full_every: int = 0
+    window_rule: str = ""
     rope_on: str = ""
+    rope_kinds: bool = False
     rope: Mapping[str, Any] = field(default_factory=dict, hash=False)
     model: Mapping[str, Any] = field(default_factory=dict, hash=False)
     scaled_embedding: bool = False
@@ -102,13 +118,18 @@ ARCHITECTURES = (
     ),
     Architecture(  # Mistral's GGUF files call themselves llama
         "mistral", ("MistralForCausalLM", "MinistralForCausalLM"), reads=_WINDOWS,
+        values={"sliding_window": 4096},
     ),
-    Architecture("ministral3", ("Ministral3ForCausalLM",), reads=_WINDOWS),
-    Architecture("qwen2", ("Qwen2ForCausalLM",), reads=_QWEN_WINDOWS, attention={"bias": True}),
+    Architecture("ministral3", ("Ministral3ForCausalLM",), reads=("sliding_window",),
+                 values={"head_dim": 128, "rope_parameters": _MINISTRAL3_ROPE}),
+    Architecture("qwen2", ("Qwen2ForCausalLM",), reads=_QWEN_WINDOWS, attention={"bias": True},
+                 window_rule="behind", values={"max_window_layers": 28}),
     Architecture("qwen3", ("Qwen3ForCausalLM",), QK_NORMS, reads=("attention_bias", *_QWEN_WINDOWS),
-                 attention=_HEAD_NORM),
+                 attention=_HEAD_NORM, window_rule="behind",
+                 values={"max_window_layers": 28, "head_dim": 128}),
     Architecture(
-        "gemma2", ("Gemma2ForCausalLM",), SANDWICH, reads=_GEMMA, keys={"hidden_act": "hidden_activation"},
+        "gemma2", ("Gemma2ForCausalLM",), SANDWICH,
+        reads=(*_GEMMA, "attn_logit_softcapping"), keys={"hidden_act": "hidden_activation"},
         values={"tie_word_embeddings": True, "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0,
                 "final_logit_softcapping": 30.0, "sliding_window": 4096, "head_dim": 256},
         activations=("gelu_pytorch_tanh",), block="sandwich", norm_offset=1.0, full_every=2,
@@ -121,14 +142,14 @@ ARCHITECTURES = (
         values={"tie_word_embeddings": True, "query_pre_attn_scalar": 256, "sliding_window": 4096,
                 "head_dim": 256, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
         activations=("gelu_pytorch_tanh",), block="sandwich", norm_offset=1.0, full_every=6,
-        scaled_embedding=True, attention=_HEAD_NORM,
+        scaled_embedding=True, attention=_HEAD_NORM, rope_kinds=True,
     ),
     Architecture(
         "gemma4", ("Gemma4ForCausalLM",), GEMMA4,
         reads=(*_WINDOWS, "final_logit_softcapping", "attention_bias", "use_bidirectional_attention",
                "global_head_dim", "per_layer_config", "num_global_key_value_heads", "attention_k_eq_v",
                "num_kv_shared_layers", "use_double_wide_mlp", "enable_moe_block",
-               "hidden_size_per_layer_input", "vocab_size_per_layer_input"),
+               "hidden_size_per_layer_input", "vocab_size_per_layer_input", *_PARTIAL),
         keys={"hidden_act": "hidden_activation"},
         values={"tie_word_embeddings": True, "sliding_window": 512, "head_dim": 256, "global_head_dim": 512,
                 "attention_multiplier": 1.0, "hidden_size_per_layer_input": 256,
@@ -136,49 +157,56 @@ ARCHITECTURES = (
         # Layers that share a cache may still have the weights of their own.
         ignored=("self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.k_norm.weight"),
         activations=("gelu_pytorch_tanh",), block="sandwich", full_every=6, scaled_embedding=True,
-        attention={"norm": "head", "norm_values": True}, model={"layer_scales": True},
+        attention={"norm": "head", "norm_values": True}, model={"layer_scales": True}, rope_kinds=True,
     ),
     Architecture(
         "phi3", ("Phi3ForCausalLM",), PHI3,
-        reads=(*_WINDOWS, "original_max_position_embeddings"),
+        reads=("sliding_window", "original_max_position_embeddings", *_PARTIAL),
+        only={"full_attn_mod": (1,), "interpolate_factor": (1,), "lm_head_bias": (False,)},
     ),
     Architecture(
         "smollm3", ("SmolLM3ForCausalLM",),
         reads=("attention_bias", "mlp_bias", "no_rope_layers", "no_rope_layer_interval", *_QWEN_WINDOWS),
         values={"tie_word_embeddings": True, "rope_theta": 2e6, "no_rope_layer_interval": 4},
+        window_rule="unrotated",
     ),
-    Architecture("granite", ("GraniteForCausalLM",), reads=("attention_bias", "mlp_bias", *_MULTIPLIERS)),
+    Architecture("granite", ("GraniteForCausalLM",), reads=("attention_bias", "mlp_bias", *_MULTIPLIERS),
+                 values={"attention_multiplier": 1.0}),
     Architecture(
         "granite_hybrid", ("GraniteMoeHybridForCausalLM",), GRANITE_HYBRID,
         reads=("attention_bias", "layer_types", "layers_block_type", "position_embedding_type",
                "num_local_experts", "num_experts_per_tok", *_MULTIPLIERS, *_UNUSED_MAMBA),
-        keys={"intermediate_size": "shared_intermediate_size"},
+        keys={"intermediate_size": "shared_intermediate_size"}, values={"attention_multiplier": 1.0},
+        only={"position_embedding_type": ("rope", "nope"), "normalization_function": ("rmsnorm",)},
     ),
     Architecture("olmo2", ("Olmo2ForCausalLM",), POST_NORMS, reads=("attention_bias",), block="post",
                  attention={"norm": "row"}),
     Architecture("olmo3", ("Olmo3ForCausalLM",), POST_NORMS, reads=("attention_bias", *_WINDOWS),
-                 block="post", attention={"norm": "row"}, full_every=4),
+                 block="post", attention={"norm": "row"}, full_every=4, rope_kinds=True,
+                 values={"rope_theta": 5e5, "sliding_window": 4096}),
     Architecture(
         "gpt_oss", ("GptOssForCausalLM",), GPT_OSS,
         reads=("attention_bias", *_WINDOWS, "num_local_experts", "num_experts_per_tok", "swiglu_limit",
                "swiglu_alpha", "initial_context_length", "experts_per_token"),
-        values={"attention_bias": True, "head_dim": 64, "sliding_window": 128}, activations=("silu",),
+        values={"attention_bias": True, "head_dim": 64, "sliding_window": 128,
+                "rope_parameters": _GPT_OSS_ROPE}, activations=("silu",),
         attention={"sinks": True}, full_every=2, routing="topk_softmax",
     ),
     Architecture(
         "qwen3_moe", ("Qwen3MoeForCausalLM",), QWEN3_MOE,
-        reads=("attention_bias", *_QWEN_WINDOWS, "num_experts", "num_local_experts", "num_experts_per_tok",
+        reads=("attention_bias", "sliding_window", "use_sliding_window", "max_window_layers", "num_experts",
+               "num_local_experts", "num_experts_per_tok",
                "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"),
-        attention=_HEAD_NORM,
+        attention=_HEAD_NORM, window_rule="all",
     ),
     Architecture(
         "mixtral", ("MixtralForCausalLM",), MIXTRAL,
         reads=("sliding_window", "num_local_experts", "num_experts_per_tok"),
-        values={"norm_topk_prob": True},
+        values={"norm_topk_prob": True, "rope_theta": 1e6},
     ),
     Architecture(
         "gpt_neox", ("GPTNeoXForCausalLM",), GPT_NEOX,
-        reads=("attention_bias", "use_parallel_residual", "rotary_pct", "rotary_emb_base"),
+        reads=("attention_bias", "use_parallel_residual", "rotary_pct", "rotary_emb_base", *_PARTIAL),
         keys={"rms_norm_eps": "layer_norm_eps", "partial_rotary_factor": "rotary_pct",
               "rope_theta": "rotary_emb_base"},
         values={"attention_bias": True, "mlp_bias": True, "use_parallel_residual": True,
@@ -198,12 +226,17 @@ ARCHITECTURES = (
     ),
     Architecture(
         "stablelm", ("StableLmForCausalLM",),
-        reads=("use_qkv_bias", "qk_layernorm", "use_parallel_residual"),
+        reads=("use_qkv_bias", "qk_layernorm", "use_parallel_residual", *_PARTIAL),
         keys={"rms_norm_eps": "layer_norm_eps"}, values={"partial_rotary_factor": 0.25}, norm=_LAYER_NORM,
     ),
     Architecture(
         "cohere2", ("Cohere2ForCausalLM",),
-        reads=("attention_bias", "logit_scale", *_WINDOWS, "sliding_window_pattern"),
+        reads=("attention_bias", "logit_scale", *_WINDOWS, "sliding_window_pattern",
+               "use_parallel_embedding"),
+        only={"layer_switch": (4,), "order_of_interleaved_layers": ("local_attn_first",),
+              "rotary_pct": (1.0,),
+              "position_embedding_type": ("rope_gptj",), "use_embedding_sharing": (True,),
+              "use_gated_activation": (True,), "use_parallel_block": (True,)},
         keys={"rms_norm_eps": "layer_norm_eps"},
         values={"tie_word_embeddings": True, "logit_scale": 0.0625, "sliding_window": 4096},
         block="parallel", norm={"type": "layer"}, attention={"rotary_interleaved": True}, full_every=4,
@@ -211,7 +244,8 @@ ARCHITECTURES = (
     ),
     Architecture(
         "exaone4", ("Exaone4ForCausalLM",), POST_NORMS, reads=(*_WINDOWS, "sliding_window_pattern"),
-        block="post", attention=_HEAD_NORM, full_every=4, rope_on="windows",
+        values={"sliding_window": 4096}, block="post", attention=_HEAD_NORM, full_every=4,
+        rope_on="windows_if_any",
     ),
     Architecture("hunyuan", ("HunYuanDenseV1ForCausalLM",), HUNYUAN, reads=("attention_bias",),
                  attention={"norm": "head", "norm_after_rotation": True}),
@@ -222,6 +256,7 @@ ARCHITECTURES = (
                  values={"tie_word_embeddings": True, "rope_theta": 5e5, "head_dim": 128},
                  attention={"rotary_interleaved": True}),
     Architecture("apertus", ("ApertusForCausalLM",), APERTUS, reads=("attention_bias",),
+                 values={"rope_parameters": _APERTUS_ROPE}, only={"post_norm": (False,), "qk_norm": (True,)},
                  activations=("xielu",), gated=False, attention=_HEAD_NORM,
                  ignored=("act_fn.beta", "act_fn.eps")),
     Architecture("arcee", ("ArceeForCausalLM",), reads=("attention_bias", "mlp_bias"),
@@ -253,11 +288,11 @@ def architecture_by_name(name: str) -> Architecture:
 
 def architecture_of_hf(classes: object) -> Architecture:
     """The row that serves config.json's `architectures`."""
-    names = classes if isinstance(classes, list) else []
+    names = classes[:16] if isinstance(classes, list) else []
     for row in ARCHITECTURES:
         if any(name in row.hf_classes for name in names):
             return row
-    found = ", ".join(map(str, names)) or "none named"
+    found = ", ".join(map(str, names[:4])) or "none named"
     if any(str(name).startswith(RECURRENT) for name in names):
         raise UnsupportedError(
             f"{found} has recurrent layers, whose state per sequence this version does not keep; "

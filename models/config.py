@@ -4,8 +4,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from pagelet.models.architectures import Architecture, architecture_of_hf
-from pagelet.models.config_layers import cache_owners, layer_heads, layer_rotations, layer_windows
+from pagelet.models.config_layers import (
+    cache_owners,
+    layer_heads,
+    layer_kinds,
+    layer_rotations,
+    layer_windows,
+)
 from pagelet.models.errors import CheckpointError, UnsupportedError
+from pagelet.models.rope_config import query_temperature, rope_section
 from pagelet.models.spec import (
     AttentionSpec,
     ExpertsSpec,
@@ -23,7 +30,7 @@ _COMMON = (
     "architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
     "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps",
     "hidden_act", "hidden_activation", "tie_word_embeddings", "rope_theta", "rope_scaling",
-    "rope_parameters", "partial_rotary_factor", "pretraining_tp", "quantization_config",
+    "rope_parameters", "pretraining_tp", "quantization_config",
 )  # fmt: skip
 # These do not change what a trained model computes.
 _HARMLESS = (
@@ -33,7 +40,7 @@ _HARMLESS = (
     "dtype", "embd_pdrop", "eod_token_id", "eos_token_id", "finetuning_task", "hidden_dropout",
     "hidden_dropout_prob", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder",
     "is_llama_config", "label2id", "layer_group_size", "mlp_dropout", "model_type", "output_attentions",
-    "output_hidden_states", "output_router_logits", "pad_token_id", "prefix",
+    "output_hidden_states", "init_method", "output_router_logits", "pad_token_id", "prefix",
     "problem_type", "pruned_heads", "reorder_and_upcast_attn", "resid_pdrop", "residual_dropout",
     "return_dict", "return_dict_in_generate", "router_aux_loss_coef", "router_jitter_noise",
     "sep_token_id", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
@@ -54,6 +61,8 @@ _ONLY = {
 }  # fmt: skip
 
 
+# Keys that change nothing with these values, whoever has them.
+_NEUTRAL: dict[str, Any] = {"rope_interleaved": False, "partial_rotary_factor": 1.0}
 # What a family without them may still say that it has not.
 _BIASES = ("attention_bias", "mlp_bias")
 
@@ -63,23 +72,39 @@ class Config:
 
     def __init__(self, data: Mapping[str, Any], row: Architecture) -> None:
         own = {theirs: ours for ours, theirs in row.keys.items()}
-        self.data: dict[str, Any] = {**row.values}
-        self.data |= {own.get(key, key): value for key, value in data.items() if value is not None}
         self.row = row
         self._check_known(data, own)
+        self._check_values(data)
+        self.data: dict[str, Any] = {**row.values}
+        if any(data.get(key) is not None for key in ("rope_parameters", "rope_scaling", "rope_theta")):
+            self.data.pop("rope_parameters", None)  # of a config that says nothing of rotation
+        for key, value in data.items():
+            name = own.get(key, key)
+            if value is not None and not (name == key and key in row.keys):
+                self.data[name] = value
+            elif value is None and not name.startswith("rope"):
+                self.data.pop(name, None)  # null says that there is none, not that nothing is said
 
     def _check_known(self, data: Mapping[str, Any], own: Mapping[str, str]) -> None:
-        known = {*_COMMON, *_HARMLESS, *self.row.reads, *own}
-        for key, value in data.items():
-            neutral = value is False and key in _BIASES and not self.row.attention.get("bias")
-            if key not in known and value is not None and not neutral:
-                raise UnsupportedError(
-                    f"{WHERE} has {key!r} = {value!r:.80}, which is not known of {self.row.name}: "
-                    "what it changes would be lost. If it changes nothing in the model, remove it there."
-                )
-            if key in _ONLY and value is not None and value not in _ONLY[key]:
-                known_values = " or ".join(map(repr, _ONLY[key]))
-                raise UnsupportedError(f"{WHERE}: {key!r} is {value!r:.80}; known is {known_values} only.")
+        known = {*_COMMON, *_HARMLESS, *self.row.reads, *self.row.only, *own}
+        known -= {key for key, theirs in self.row.keys.items() if data.get(key) != data.get(theirs)}
+        known |= {*self.row.reads}
+        unread = {key: value for key, value in data.items() if key not in known and value is not None}
+        if not self.row.attention.get("bias"):
+            unread = {key: value for key, value in unread.items() if value is not False or key not in _BIASES}
+        unread = {key: value for key, value in unread.items() if _NEUTRAL.get(key, ...) != value}
+        if unread:
+            found = ", ".join(f"{key!r} = {value!r:.80}" for key, value in list(unread.items())[:16])
+            raise UnsupportedError(
+                f"{WHERE} has {found}, which is not known of {self.row.name}: what it changes would be lost. "
+                "If it changes nothing in the model, remove it there."
+            )
+
+    def _check_values(self, data: Mapping[str, Any]) -> None:
+        for key, values in {**_ONLY, **self.row.only}.items():
+            if data.get(key) is not None and data[key] not in values:
+                known = " or ".join(map(repr, values))
+                raise UnsupportedError(f"{WHERE}: {key!r} is {data[key]!r:.80}; known is {known} only.")
 
     def number(self, key: str, default: int | None = None) -> int:
         """A whole number."""
@@ -145,10 +170,11 @@ def _layers(
         "intermediate_size", 4 * read.number("hidden_size") if read.row.name == "gpt2" else None
     )
     check_limits(num_layers=count)
-    windows = layer_windows(read.data, read.row, count)
+    kinds = layer_kinds(read.data, read.row, count)
+    windows = layer_windows(read.data, read.row, kinds)
     kv_heads = read.number("num_key_value_heads", heads)
     sizes = layer_heads(read.data, windows, kv_heads, head_dim)
-    ropes, rotations = layer_rotations(read.data, read.row, [size for _, size in sizes], windows)
+    ropes, rotations = layer_rotations(read.data, read.row, [size for _, size in sizes], kinds)
     mixed = _expert_layers(read, count) if experts else [False] * count
     owners = cache_owners(windows, read.number("num_kv_shared_layers", 0))
     wide = 2 if read.flag("use_double_wide_mlp") else 1
@@ -175,11 +201,8 @@ def _attention(read: Config, heads: int, head_dim: int) -> AttentionSpec:
     bias = read.flag("attention_bias") or read.flag("use_bias") or read.flag("use_qkv_bias")
     bias = bool(fixed.pop("bias", bias))
     output = not read.flag("use_qkv_bias") and row.name != "qwen2" and bias
-    section = read.data.get("rope_parameters") or {}
-    beta = section.get("llama_4_scaling_beta") if row.name == "ministral3" else None
-    if beta:
-        fixed["temperature"] = float(beta)
-        fixed["temperature_context"] = int(section["original_max_position_embeddings"])
+    if row.name == "ministral3" and (found := query_temperature(rope_section(read.data))):
+        fixed["temperature"], fixed["temperature_context"] = found
     scale = read.real("query_pre_attn_scalar", head_dim) ** -0.5
     return AttentionSpec(
         num_heads=heads,
@@ -211,7 +234,10 @@ def _block(read: Config) -> str:
 
 
 def _scales(read: Config) -> dict[str, float]:
-    scale = read.real("logit_scale", 1.0) / read.real("logits_scaling", 1.0)
+    divisor = read.real("logits_scaling", 1.0)
+    if divisor <= 0:
+        raise CheckpointError(f"{WHERE}: 'logits_scaling' is {divisor}; expected a positive number.")
+    scale = read.real("logit_scale", 1.0) / divisor
     found = {
         "embedding_scale": read.real("embedding_multiplier", 1.0),
         "residual_scale": read.real("residual_multiplier", 1.0),

@@ -10,14 +10,16 @@ from pagelet.models.rope import RopeSpec
 from pagelet.models.strict import reject_unknown, require
 
 _WHERE = "config.json: rope"
-_SHARED = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+_SHARED = ("rope_type", "type", "rope_theta")
 _YARN = ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
          "mscale_all_dim", "truncate", "max_position_embeddings", "finetuned")  # fmt: skip
+_ORIGINAL = "original_max_position_embeddings"
+_BESIDE = ("rope_theta", "partial_rotary_factor", _ORIGINAL)
 # What each type reads beside `_SHARED`.
 _KEYS = {
     "default": (),
     "linear": ("factor",),
-    "dynamic": ("factor", "original_max_position_embeddings", "alpha"),
+    "dynamic": ("factor", "original_max_position_embeddings"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": _YARN,
     "longrope": ("short_factor", "long_factor", "factor", "attention_factor",
@@ -31,12 +33,21 @@ def rope_section(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         CheckpointError: neither is an object.
+        UnsupportedError: both are there, or a key stands twice, and they differ.
     """
-    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    new, old = config.get("rope_parameters"), config.get("rope_scaling")
+    if new and old and new != old:
+        raise UnsupportedError(
+            f"{_WHERE}_parameters and rope_scaling are both there and differ: leave one of them out, what it "
+            "says belongs into the other."
+        )
+    found = new or old or {}
     if not isinstance(found, dict):
         raise CheckpointError(f"{_WHERE} parameters are {found!r}; expected an object.")
-    beside = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
-    return {**{key: config[key] for key in beside if config.get(key) is not None}, **found}
+    beside = {key: config[key] for key in _BESIDE if config.get(key) is not None}
+    if (outer := beside.get(_ORIGINAL)) and found.get(_ORIGINAL, outer) != outer:
+        raise UnsupportedError(f"{_WHERE}: {_ORIGINAL!r} is {found[_ORIGINAL]} there and {outer} beside it.")
+    return {**beside, **found}
 
 
 def rope_from_section(
@@ -50,7 +61,7 @@ def rope_from_section(
     """
     values = {key: value for key, value in section.items() if value is not None}
     kind = values.get("rope_type", values.get("type", "default"))
-    kind = {"su": "longrope", "none": "default"}.get(kind, kind)
+    kind = {"su": "longrope", "none": "default"}.get(str(kind), str(kind))
     if kind not in _KEYS:
         raise UnsupportedError(
             f"config.json asks for rope type {kind!r}; known are {', '.join(map(repr, _KEYS))}. "
@@ -58,6 +69,8 @@ def rope_from_section(
         )
     if kind == "default":  # sections of other types are sometimes left behind
         extra = (*extra, "original_max_position_embeddings")
+    if values.get("partial_rotary_factor") == 1:
+        del values["partial_rotary_factor"]
     reject_unknown(values, (*_SHARED, *_KEYS[kind], *extra), _WHERE, UnsupportedError)
     partial = _number(values, "partial_rotary_factor", 1.0)
     if partial > 1:
@@ -90,12 +103,12 @@ def _llama3(base: RopeSpec, values: Mapping[str, Any], max_positions: int) -> Ro
         factor=_number(values, "factor"),
         low_freq_factor=_number(values, "low_freq_factor"),
         high_freq_factor=_number(values, "high_freq_factor"),
-        original_max_position=int(_number(values, "original_max_position_embeddings", max_positions)),
+        original_max_position=_positions(values, max_positions),
     )
 
 
 def _yarn(base: RopeSpec, values: Mapping[str, Any], max_positions: int) -> RopeSpec:
-    original = int(_number(values, "original_max_position_embeddings", max_positions))
+    original = _positions(values, max_positions)
     factor = _number(values, "factor", max_positions / original)
     mscales = _number(values, "mscale", 0.0), _number(values, "mscale_all_dim", 0.0)
     inferred = _mscale(factor, 1.0)
@@ -123,7 +136,7 @@ def _mscale(factor: float, scale: float) -> float:
 
 def _longrope(base: RopeSpec, values: Mapping[str, Any], max_positions: int) -> RopeSpec:
     """Ding et al. 2024, LongRoPE, as Phi-3 and later have it."""
-    original = int(_number(values, "original_max_position_embeddings", max_positions))
+    original = _positions(values, max_positions)
     if "short_mscale" in values or "long_mscale" in values:
         raise UnsupportedError(f"{_WHERE}: short_mscale and long_mscale are not known.")
     factor = _number(values, "factor", max_positions / original)
@@ -161,9 +174,29 @@ def _number(section: Mapping[str, Any], key: str, default: float | None = None) 
     if default is not None and section.get(key) is None:
         return default
     value: int | float = require(dict(section), key, (int, float), _WHERE, CheckpointError)
-    if not 0 < value < 1e12:
-        raise CheckpointError(f"{_WHERE}: {key!r} is {value}; expected a positive, finite number.")
+    least = 1 if key == "rope_theta" else 1e-9  # its logarithm divides
+    if not least < value < 1e12:
+        raise CheckpointError(f"{_WHERE}: {key!r} is {value}; expected a number from {least:g} to 1e12.")
     return float(value)
+
+
+def _positions(section: Mapping[str, Any], default: int) -> int:
+    """The first context, at least two tokens: its logarithm divides."""
+    value = _number(section, _ORIGINAL, default)
+    if not 2 <= value < 1 << 30:
+        raise CheckpointError(f"{_WHERE}: {_ORIGINAL!r} is {value}; expected at least 2 tokens.")
+    return int(value)
+
+
+def query_temperature(section: Mapping[str, Any]) -> tuple[float, int] | None:
+    """(factor, tokens beyond which it works) of queries scaled by position; None: they are not.
+
+    Raises:
+        CheckpointError: a value makes no sense.
+    """
+    if not section.get("llama_4_scaling_beta"):
+        return None
+    return _number(section, "llama_4_scaling_beta"), _positions(section, 0)
 
 
 def _numbers(section: Mapping[str, Any], key: str) -> tuple[float, ...]:

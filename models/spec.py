@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pagelet.models.architectures import Architecture, architecture_by_name
-from pagelet.models.errors import CheckpointError
+from pagelet.models.errors import CheckpointError, UnsupportedError
 from pagelet.models.rope import RopeSpec
 
 # Far above any real model; a damaged or hostile config must not size an allocation.
@@ -15,7 +15,7 @@ LIMITS = {
     "num_layers": 1_024,
     "num_heads": 1_024,
     "num_kv_heads": 1_024,
-    "head_dim": 1_024,
+    "head_dim": 512,  # of the attention op
     "max_context": 16_777_216,
     "num_experts": 1_024,
     "layer_inputs": 8_192,
@@ -197,6 +197,10 @@ class ModelSpec:
             head_dim=layer.head_dim,
             intermediate_size=layer.intermediate_size,
         )
+        if layer.head_dim % 8:
+            raise UnsupportedError(
+                f"heads have {layer.head_dim} elements; the attention op takes multiples of 8 up to 512."
+            )
         if not 0 <= layer.window <= LIMITS["max_context"]:
             raise CheckpointError(f"a layer's window is out of range: {layer.window}.")
         if not -1 <= layer.rope < len(self.ropes):

@@ -75,7 +75,7 @@ def spec_from_metadata(
         config |= _windows(section, row, layers)
     if family.wide_scale:
         config["query_pre_attn_scalar"] = hidden // max(heads, 1) if layers == family.wide_scale else head_dim
-    spec = _spec(config, where)
+    spec = _spec({row.keys.get(key, key): value for key, value in config.items()}, where)
     return spec if family.two_kinds else with_factors(spec, factors, where), family
 
 
@@ -146,4 +146,8 @@ def _windows(section: Section, row: Architecture, count: int) -> dict[str, Any]:
         every = row.full_every if given is None else given
         flags = [every < 1 or (layer + 1) % every != 0 for layer in range(min(count, LIMITS["num_layers"]))]
     kinds = ["sliding_attention" if here and window else "full_attention" for here in flags]
-    return {"sliding_window": window or None, "layer_types": kinds}
+    if "layer_types" in row.reads:
+        return {"sliding_window": window or None, "layer_types": kinds}
+    if len({*kinds}) > 1:
+        raise UnsupportedError(f"{section.where}: {row.name} has windows in all layers or in none.")
+    return {"sliding_window": window if "sliding_attention" in kinds and window else None}

@@ -44,7 +44,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(inner, dict):
         raise CheckpointError(f"config.json: {name} has no 'text_config'; it must be there.")
     kind = inner.get("model_type")
-    if kind not in _TEXT_CLASSES:
+    if not isinstance(kind, str) or kind not in _TEXT_CLASSES:
         known = ", ".join(_TEXT_CLASSES)
         raise UnsupportedError(f"config.json: the language model of {name} is {kind!r:.80}; known: {known}.")
     # The wrapper's word counts: it is what ties them.

@@ -14,6 +14,8 @@ LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64,
     "short_factor": [1.0 + 0.05 * i for i in range(8)], "long_factor": [1.0 + 0.5 * i for i in range(8)],
 }  # fmt: skip
+# Phi-3's own key counts more than the one inside.
+LONGROPE_64 = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64}
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,8 @@ ROWS = {
         "hidden_size_per_layer_input": 0,
     }),
     "phi3": Row("Phi3", {"sliding_window": WINDOW}),
-    "phi3 longrope, short": Row("Phi3", {"rope_parameters": LONGROPE}, max_context=64),
-    "phi3 longrope, long": Row("Phi3", {"rope_parameters": LONGROPE}),
+    "phi3 longrope, short": Row("Phi3", {**LONGROPE_64}, max_context=64),
+    "phi3 longrope, long": Row("Phi3", {**LONGROPE_64}),
     "phi4 partial": Row("Phi3", {
         "head_dim": None, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5},
     }),

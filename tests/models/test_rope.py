@@ -83,7 +83,7 @@ def test_an_unknown_type_is_refused_by_name() -> None:
         ({"rope_theta": -1.0}, "'rope_theta' is -1.0"),
         ({"rope_theta": 10**400}, "'rope_theta'"),
         ({"partial_rotary_factor": float("inf")}, "'partial_rotary_factor'"),
-        ({"partial_rotary_factor": 2.0}, "at most 1"),
+        ({"partial_rotary_factor": 2.0}, "'partial_rotary_factor'"),
         (
             {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": "x"}},
             "'original_max_position_emb",

@@ -79,7 +79,7 @@ def test_an_unknown_architecture_lists_the_known_ones() -> None:
         ({"vocab_size": True}, "'vocab_size' is True"),
         ({"rms_norm_eps": 10**400}, "'rms_norm_eps'"),
         ({"rms_norm_eps": 2.0}, "norm epsilon"),
-        ({"head_dim": 15}, "rotary dimension 15"),
+        ({"head_dim": 15}, "heads have 15 elements"),
     ],
 )
 def test_what_makes_no_sense_is_named(changes: dict[str, Any], message: str) -> None:

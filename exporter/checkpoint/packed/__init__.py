@@ -39,7 +39,7 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
     if not settings:
         return None
     method = settings.get("quant_method") if isinstance(settings, dict) else settings
-    if not isinstance(settings, dict) or method not in SCHEMES:
+    if not isinstance(settings, dict) or not isinstance(method, str) or method not in SCHEMES:
         raise UnsupportedError(
             f"config.json says that the weights are quantized already ({method!r:.40}); this version reads "
             f"{', '.join(SCHEMES)}. Export the original weights."
