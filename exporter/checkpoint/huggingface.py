@@ -17,12 +17,13 @@ from pagelet.exporter.checkpoint.packed.settings import settings_beside
 from pagelet.exporter.checkpoint.safetensors_header import read_header
 from pagelet.exporter.checkpoint.sources import Source, match_weights
 from pagelet.exporter.checkpoint.tensor_info import TensorInfo
-from pagelet.exporter.checkpoint.text_model import text_config, text_tensors
+from pagelet.exporter.checkpoint.text_model import text_tensors
 from pagelet.models.config import spec_from_config
 from pagelet.models.errors import CheckpointError
 from pagelet.models.spec import ModelSpec
 from pagelet.models.strict import require
 from pagelet.models.weight_shapes import source_name
+from pagelet.models.wrapped_config import text_config
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -1,21 +1,12 @@
-"""The language model inside a checkpoint that can also see or hear: its config, and its tensors."""
+"""The tensors of the language model inside a checkpoint that can also see or hear."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from pagelet.exporter.checkpoint.tensor_info import TensorInfo
-from pagelet.models.errors import CheckpointError, UnsupportedError
+from pagelet.models.wrapped_config import is_wrapper
 
-# config.json's `model_type` of the language model, and its class.
-_TEXT_CLASSES = {
-    "gemma3_text": "Gemma3ForCausalLM",
-    "gemma4_text": "Gemma4ForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "ministral3": "Ministral3ForCausalLM",
-}
-# What wraps one: older checkpoints, and newer ones.
-_WRAPPERS = ("ForConditionalGeneration",)
 _RENAMED = {
     "language_model.model.": "model.",
     "model.language_model.": "model.",
@@ -29,29 +20,6 @@ _OTHER_PARTS = (
 _BASES = {"GPT2LMHeadModel": "transformer."}
 
 
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's config.json, of a model that wraps one; any other as it is.
-
-    Raises:
-        CheckpointError: a wrapper without a `text_config`.
-        UnsupportedError: it wraps a language model that is not known.
-    """
-    classes = config.get("architectures")
-    name = classes[0] if isinstance(classes, list) and classes else ""
-    if not str(name).endswith(_WRAPPERS):
-        return config
-    inner = config.get("text_config")
-    if not isinstance(inner, dict):
-        raise CheckpointError(f"config.json: {name} has no 'text_config'; it must be there.")
-    kind = inner.get("model_type")
-    if not isinstance(kind, str) or kind not in _TEXT_CLASSES:
-        known = ", ".join(_TEXT_CLASSES)
-        raise UnsupportedError(f"config.json: the language model of {name} is {kind!r:.80}; known: {known}.")
-    # The wrapper's word counts: it is what ties them.
-    outer = {key: config[key] for key in ("tie_word_embeddings", "quantization_config") if key in config}
-    return {**inner, **outer, "architectures": [_TEXT_CLASSES[kind]]}
-
-
 def text_tensors(
     config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
 ) -> tuple[dict[str, TensorInfo], list[str]]:
@@ -62,7 +30,7 @@ def text_tensors(
         return {
             base + name if not name.startswith("lm_head.") else name: info for name, info in tensors.items()
         }, []
-    if not str(classes[0]).endswith(_WRAPPERS):
+    if not is_wrapper(config):
         return dict(tensors), []
     kept = {}
     for name, info in tensors.items():

@@ -139,6 +139,10 @@ class Calibrated:
         self._original = Original(job.checkpoint, job.spec, longest, job.folder)
         self.stream: Stream | None = None
         self.notes: list[str] = []
+        if any(layer.experts for layer in job.spec.layers):
+            self.notes.append(
+                "experts are rounded to the nearest: a calibration text reaches most too seldom"
+            )
 
     def table(self, module: str) -> Treatment:
         """The head, or the table that it shares, for what it will read; an embedding alone to the nearest."""

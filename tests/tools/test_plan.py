@@ -17,6 +17,7 @@ from pagelet.models.manifest import load_manifest
 from pagelet.models.weight_shapes import weight_shapes
 from pagelet.runtime import Engine, EngineConfig
 from pagelet.tools.cli import main
+from pagelet.tools.cli.plan import read_spec
 from pagelet.tools.devices import DEVICES
 from pagelet.tools.plan import WEIGHT_TYPES, plan, weight_bytes
 
@@ -153,3 +154,15 @@ def test_a_step_reads_the_experts_that_its_tokens_choose() -> None:
         made = plan(spec, 1 << 30, weights="bf16", context=32, sequences=sequences, bandwidth=1e9)
         read = norms + router + attention + share * experts + head + made.cache_bytes
         assert made.decode_tokens_per_second == pytest.approx(sequences * 1e9 / read)
+
+
+def test_a_wrapper_is_planned_as_its_language_model(tmp_path: Path) -> None:
+    """From config.json alone, as everything is."""
+    inner = {
+        "model_type": "mistral", "hidden_act": "silu", "vocab_size": 64, "hidden_size": 32,
+        "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1,
+        "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+    }  # fmt: skip
+    outer = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": inner}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    assert read_spec(tmp_path) == spec_from_config({**inner, "architectures": ["MistralForCausalLM"]})

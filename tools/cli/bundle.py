@@ -128,12 +128,32 @@ def _heads(spec: ModelSpec) -> str:
     return f"{spec.num_heads} query, {each}"
 
 
+def _layers(spec: ModelSpec) -> list[tuple[str, str]]:
+    """What not all models have."""
+    found = []
+    if windows := Counter(layer.window for layer in spec.layers if layer.window):
+        found.append(
+            ("windows", ", ".join(f"{size} tokens in {count} layers" for size, count in windows.items()))
+        )
+    if shared := sum(layer.shares_cache for layer in spec.layers):
+        found.append(("shared caches", f"{shared} layers read the keys and values of another"))
+    if spec.experts:
+        mixed = sum(layer.experts for layer in spec.layers)
+        found.append(
+            ("experts", f"{spec.experts.per_token} of {spec.experts.count} for a token, in {mixed} layers")
+        )
+    if spec.layer_inputs:
+        found.append(("layers' inputs", f"{spec.layer_inputs} elements for each token and layer"))
+    return found
+
+
 def _summary(manifest: Manifest) -> list[tuple[str, str]]:
     spec, quantization = manifest.spec, manifest.quantization
     kinds = Counter(entry.type for entry in manifest.tensors.values())
     return [
         ("model", f"{spec.architecture}, {spec.num_layers} layers, hidden {spec.hidden_size}"),
         ("heads", _heads(spec)),
+        *_layers(spec),
         ("vocabulary", f"{spec.vocab_size} tokens"),
         ("context", f"{spec.max_context} tokens"),
         ("weights", _weights(quantization)),

@@ -10,6 +10,7 @@ from pagelet.models.config import spec_from_config
 from pagelet.models.errors import CheckpointError, InputError
 from pagelet.models.manifest import MANIFEST_NAME, load_manifest
 from pagelet.models.spec import ModelSpec
+from pagelet.models.wrapped_config import text_config
 from pagelet.runtime.config import parse_size
 from pagelet.tools.cli import common
 from pagelet.tools.devices import DEVICES
@@ -102,7 +103,7 @@ def read_spec(source: Path) -> ModelSpec:
         raise CheckpointError(f"{config} is not valid JSON: {error}.") from error
     if not isinstance(data, dict):
         raise CheckpointError(f"{config} holds no JSON object; expected a Hugging Face config.")
-    return spec_from_config(data)
+    return spec_from_config(text_config(data))
 
 
 def _table(made: Plan, device: str | None) -> str:
