@@ -1,6 +1,5 @@
 """Tiny Llama weights, and writers that put them into a folder or a GGUF file."""
 
-import inspect
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -8,11 +7,12 @@ from typing import Any
 
 import gguf
 import numpy as np
+import published_cuts
 import pytest
 from gguf.quants import quantize
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from pagelet.models.config import spec_from_config
 from pagelet.models.names import GGUF_NAMES
@@ -106,11 +106,11 @@ def write_gguf(tmp_path: Path, spec: ModelSpec) -> WriteGGUF:
 
 
 def _describe(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
-    writer.add_block_count(spec.num_layers)
+    writer.add_block_count(len(spec.layers))
     writer.add_context_length(spec.max_context)
     writer.add_embedding_length(spec.hidden_size)
     writer.add_feed_forward_length(spec.layers[0].intermediate_size)
-    writer.add_head_count(spec.num_heads)
+    writer.add_head_count(spec.attention.num_heads)
     writer.add_head_count_kv(spec.layers[0].num_kv_heads)
     writer.add_layer_norm_rms_eps(spec.norm.epsilon)
     writer.add_rope_freq_base(spec.ropes[0].theta)
@@ -143,31 +143,18 @@ CORPUS = [
     " ",
     "",
 ]
-
-
-def cutting(pre: str) -> Any:
-    """The pre-tokenizer of the published tokenizers, by the library's own classes."""
-    from transformers.convert_slow_tokenizer import TikTokenConverter
-    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
-
-    plain = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    after_split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    llama_3 = inspect.signature(TikTokenConverter.__init__).parameters["pattern"].default
-    split = {"llama-bpe": llama_3, "qwen2": PRETOKENIZE_REGEX}
-    if pre in split:
-        cut = pre_tokenizers.Split(Regex(split[pre]), "isolated")
-        return pre_tokenizers.Sequence([cut, after_split])
-    if pre in ("smollm", "starcoder"):
-        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), plain])
-    return plain
+NASTY: list[str] = json.loads(
+    (Path(__file__).parents[1] / "data" / "tokenizer_corpus.json").read_text(encoding="utf-8")
+)
 
 
 def train(pre: str) -> Tokenizer:
     """A byte-level BPE with real merges, trained on the corpus that it will be tried on."""
-    tokenizer = Tokenizer(models.BPE(ignore_merges=pre == "llama-bpe"))
-    tokenizer.pre_tokenizer = cutting(pre)
+    cut, composes = published_cuts.CUTS[pre]
+    tokenizer = Tokenizer(models.BPE(ignore_merges=pre in published_cuts.WHOLE_WORDS))
+    tokenizer.pre_tokenizer = cut
     tokenizer.decoder = decoders.ByteLevel()
-    if pre == "qwen2":
+    if composes:
         tokenizer.normalizer = normalizers.NFC()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
@@ -206,10 +193,10 @@ def trained() -> Callable[[str], Tokenizer]:
 
 @pytest.fixture(scope="session")
 def assert_same_tokens() -> Callable[[Tokenizer, Tokenizer], None]:
-    """Ids, tokens and decoded text of the whole corpus are the same."""
+    """Ids, tokens and decoded text of both corpora are the same."""
 
     def check(ours: Tokenizer, original: Tokenizer) -> None:
-        for text in CORPUS:
+        for text in [*CORPUS, *NASTY]:
             expected = original.encode(text, add_special_tokens=False)
             actual = ours.encode(text, add_special_tokens=False)
             assert actual.tokens == expected.tokens
