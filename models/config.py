@@ -86,13 +86,15 @@ class Config:
                 self.data.pop(name, None)  # null says that there is none, not that nothing is said
 
     def _check_known(self, data: Mapping[str, Any], own: Mapping[str, str]) -> None:
-        known = {*_COMMON, *_HARMLESS, *self.row.reads, *self.row.only, *own}
-        known -= {key for key, theirs in self.row.keys.items() if data.get(key) != data.get(theirs)}
-        known |= {*self.row.reads}
-        unread = {key: value for key, value in data.items() if key not in known and value is not None}
-        if not self.row.attention.get("bias"):
-            unread = {key: value for key, value in unread.items() if value is not False or key not in _BIASES}
-        unread = {key: value for key, value in unread.items() if _NEUTRAL.get(key, ...) != value}
+        # Llama's name of a key that the family calls otherwise would be passed over.
+        foreign = {key for key, theirs in self.row.keys.items() if data.get(key) != data.get(theirs)}
+        known = {*_COMMON, *_HARMLESS, *own} - foreign | {*self.row.reads, *self.row.only}
+        neutral = _NEUTRAL if self.row.attention.get("bias") else _NEUTRAL | dict.fromkeys(_BIASES, False)
+        unread = {
+            key: value
+            for key, value in data.items()
+            if key not in known and value is not None and (key not in neutral or value != neutral[key])
+        }
         if unread:
             found = ", ".join(f"{key!r} = {value!r:.80}" for key, value in list(unread.items())[:16])
             raise UnsupportedError(

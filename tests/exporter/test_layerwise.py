@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from folding import logits_of
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -47,22 +48,13 @@ def write_part(source: Path, folder: Path, options: ExportOptions) -> Part:
     return Part(spec, stored, folder)
 
 
-def run_part(part: Part, texts: Sequence[Sequence[int]], cache: CacheFormat) -> Float32:
-    """The logits of a whole bundle, layer by layer, float32 [tokens, vocab]."""
-    run = Layerwise(Texts.of(texts), cache)
-    stream = run.embed(part)
-    for layer in range(part.spec.num_layers):
-        stream = run.layer(part, layer, stream)
-    return np.concatenate([logits for _, logits in run.logits(part, stream)])
-
-
 def assert_as_the_engine(source: Path, folder: Path, options: ExportOptions) -> None:
     export(source, folder / "bundle", options)
     part = write_part(source, folder / "part", options)
     assert (folder / "part" / "model.weights").read_bytes() == (
         folder / "bundle" / "model.weights"
     ).read_bytes()
-    found = run_part(part, TEXTS, CacheFormat(options.block_size, options.cache_type))
+    found = logits_of(part, TEXTS, CacheFormat(options.block_size, options.cache_type))
     with Engine.open(folder / "bundle", EngineConfig(kv_memory="16MiB")) as engine:
         expected = np.concatenate([engine.logits(text) for text in TEXTS])
     np.testing.assert_array_equal(found, expected)
@@ -93,9 +85,9 @@ def test_a_text_does_not_depend_on_those_beside_it(make_llama: MakeCheckpoint, t
     """Nor on its place among them: each begins with an empty context."""
     cache = CacheFormat(32, "fp8")
     part = write_part(make_llama(), tmp_path / "part", ExportOptions(cache_type="fp8"))
-    alone = [run_part(part, [text], cache) for text in TEXTS]
-    np.testing.assert_array_equal(run_part(part, TEXTS, cache), np.concatenate(alone))
-    np.testing.assert_array_equal(run_part(part, TEXTS[::-1], cache), np.concatenate(alone[::-1]))
+    alone = [logits_of(part, [text], cache) for text in TEXTS]
+    np.testing.assert_array_equal(logits_of(part, TEXTS, cache), np.concatenate(alone))
+    np.testing.assert_array_equal(logits_of(part, TEXTS[::-1], cache), np.concatenate(alone[::-1]))
 
 
 def test_logits_come_in_rows_that_follow_one_another(make_llama: MakeCheckpoint, tmp_path: Path) -> None:
