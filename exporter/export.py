@@ -14,9 +14,9 @@ from pagelet.exporter.early_exit import exit_after
 from pagelet.exporter.formats import choose_formats, describe, quantized_again
 from pagelet.exporter.graph import build_graph
 from pagelet.exporter.job import Job, OnNote, OnProgress, silent
-from pagelet.exporter.layerwise import Part
 from pagelet.exporter.model_weights import write_weights
 from pagelet.exporter.options import ExportOptions
+from pagelet.exporter.part import Part
 from pagelet.exporter.proof import prove
 from pagelet.exporter.quantize.auto import spend_budget
 from pagelet.exporter.quantize.quantizer import open_quantizer

@@ -9,6 +9,7 @@ from pagelet.exporter.modules import linear_units
 from pagelet.exporter.options import FP8_BLOCK, GROUP_SIZES, INTEGERS, ExportOptions
 from pagelet.exporter.stacked_rows import WeightFormat, fits
 from pagelet.exporter.weights import type_name
+from pagelet.models.errors import InputError
 from pagelet.models.manifest import Quantization
 from pagelet.models.spec import ModelSpec
 from pagelet.plugins.float_packing import FloatFormat
@@ -38,22 +39,42 @@ def choose_formats(options: ExportOptions, checkpoint: Checkpoint) -> Formats:
     group_size = options.inputs_per_scale
     if options.block_scales:
         group_size = FP8_BLOCK
-    elif options.weights == "fp8" and options.group_size is None:
+    elif options.weights == "fp8" and options.group_size is None and not options.row.is_gpu:
         group_size = _own_fp8_groups(checkpoint)
     elif options.weights in INTEGERS and options.group_size is None:
         group_size = _own_groups(options.weights, checkpoint) or group_size
     if options.weights == "int4":
-        layers = LinearFormat(4, group_size, asymmetric=not options.symmetric)
-        return Formats(layers, tables=INT8 if options.embedding == "int8" else layers)
+        layers = LinearFormat(4, group_size, asymmetric=not options.is_symmetric)
+        _check_minimums(options, checkpoint)
+        tables = {"int8": INT8, "int4": layers, "fp16": FloatFormat(options.activation_type)}
+        return Formats(layers, tables=tables[options.tables])
     if options.weights == "int8":
         int8 = LinearFormat(8, group_size, asymmetric=False)
         return Formats(int8, tables=int8)
     if options.weights == "fp8":
         # Three bits of mantissa in the head go straight into the logits: FP8 checkpoints too leave it alone.
         source = checkpoint.weights["embedding.weight"].dtype
-        return Formats(FloatFormat("fp8", group_size), FloatFormat("bf16" if source == "BF16" else "f16"))
+        half = "bf16" if source == "BF16" else "f16"
+        if options.row.is_gpu:
+            half = options.activation_type
+        return Formats(FloatFormat("fp8", group_size), FloatFormat(half))
     plain = FloatFormat({"fp16": "f16", "bf16": "bf16", "fp32": "f32"}[options.weights])
     return Formats(plain, tables=plain)
+
+
+def _check_minimums(options: ExportOptions, checkpoint: Checkpoint) -> None:
+    """Codes with a minimum are never made symmetric in silence."""
+    if options.row.asymmetric or options.symmetric:
+        return
+    for role, info in checkpoint.weights.items():
+        if len(info.shape) == 2 and role.removesuffix(".weight") not in TABLES:
+            blocks = checkpoint.read_blocks(role, 0, 1)
+            if blocks is not None and blocks.bits == 4 and blocks.minimums is not None:
+                raise InputError(
+                    f"the checkpoint's int4 codes have minimums ({role}), which the target {options.target} "
+                    "cannot hold. To quantize them again, symmetric, at a loss that the certificate states, "
+                    "say --symmetric; to keep them, take --target cpu."
+                )
 
 
 def _own_fp8_groups(checkpoint: Checkpoint) -> int:
@@ -118,6 +139,6 @@ def describe(options: ExportOptions, formats: Formats) -> Quantization:
         options.weights,
         options.quantizer if options.is_grouped else "none",
         formats.layers.group_size,
-        options.symmetric,
+        options.is_symmetric,
         embedding="" if embedding == options.weights else embedding,
     )

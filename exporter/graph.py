@@ -4,21 +4,19 @@ All tokens of a step, of all sequences, stand in one ragged batch of T rows; `Pa
 knows which sequence a row belongs to.
 """
 
-from pathlib import Path
-
 import numpy as np
 import onnx_ir as ir
 
 from pagelet.exporter.graph_attention import CacheFormat, Step
 from pagelet.exporter.graph_builder import GraphBuilder
 from pagelet.exporter.graph_layer import TAPS, add_layer, tap_widths
-from pagelet.exporter.weights import StoredWeights
+from pagelet.exporter.part import Part
 from pagelet.models.spec import ModelSpec
 from pagelet.plugins.activations import Activation
 
 
-def build_graph(spec: ModelSpec, weights: StoredWeights, cache: CacheFormat, folder: Path) -> ir.Model:
-    """The whole model as ONNX; its weights stay in `folder`/model.weights.
+def build_graph(part: Part, cache: CacheFormat) -> ir.Model:
+    """The whole model as ONNX; its weights stay in their file.
 
     Inputs: input_ids, position_ids int64 [T]; cumulative_sequence_length int32 [S+1]; past_seqlens
     int32 [S]; block_table_g int32 [S, max_blocks] for each group of layers with the same window;
@@ -28,7 +26,7 @@ def build_graph(spec: ModelSpec, weights: StoredWeights, cache: CacheFormat, fol
     logits float32 [R, vocab] and the caches (key_cache_out.i, …), to be bound to the very buffers of the
     inputs.
     """
-    build = GraphBuilder(spec, weights, folder)
+    spec, build = part.spec, part.build()
     step = Step.inputs(build, spec)
     ids = build.input("input_ids", "INT64", ["T"])
     residual = _embedding(build, spec, ids, step.position_ids)
@@ -42,12 +40,12 @@ def build_graph(spec: ModelSpec, weights: StoredWeights, cache: CacheFormat, fol
     return build.model({"logits": (_head(build, spec, rows), ["R", spec.vocab_size])})
 
 
-def build_embedding_graph(spec: ModelSpec, weights: StoredWeights, folder: Path) -> ir.Model:
+def build_embedding_graph(part: Part) -> ir.Model:
     """The model's first part alone: input_ids, position_ids int64 [T] to residual float32 [T, hidden].
 
     Where layers have inputs of their own, layer_input.i float32 [T, layer_inputs] too.
     """
-    build = GraphBuilder(spec, weights, folder)
+    spec, build = part.spec, part.build()
     ids, positions = (build.input(name, "INT64", ["T"]) for name in ("input_ids", "position_ids"))
     residual = _embedding(build, spec, ids, positions)
     inputs = _layer_inputs(build, spec, ids, residual)
@@ -57,9 +55,7 @@ def build_embedding_graph(spec: ModelSpec, weights: StoredWeights, folder: Path)
     return build.model(outputs)
 
 
-def build_layer_graph(
-    spec: ModelSpec, weights: StoredWeights, layer: int, cache: CacheFormat, folder: Path
-) -> ir.Model:
+def build_layer_graph(part: Part, layer: int, cache: CacheFormat) -> ir.Model:
     """One layer alone, the very nodes of the whole graph.
 
     Inputs: residual_in float32 [T, hidden]; position_ids, cumulative_sequence_length, past_seqlens,
@@ -67,7 +63,7 @@ def build_layer_graph(
     caches it reads; layer_input.i as `build_embedding_graph` gives it. Outputs, float32: the residual stream
     behind the layer, and those of TAPS that are not residual_in itself.
     """
-    build = GraphBuilder(spec, weights, folder)
+    spec, build = part.spec, part.build()
     step = Step.inputs(build, spec)
     residual = build.input("residual_in", "FLOAT", ["T", spec.hidden_size])
     own = None
@@ -80,9 +76,9 @@ def build_layer_graph(
     )
 
 
-def build_head_graph(spec: ModelSpec, weights: StoredWeights, folder: Path) -> ir.Model:
+def build_head_graph(part: Part) -> ir.Model:
     """The last norm and the head alone: residual_in float32 [R, hidden] to logits float32 [R, vocab]."""
-    build = GraphBuilder(spec, weights, folder)
+    spec, build = part.spec, part.build()
     residual = build.input("residual_in", "FLOAT", ["R", spec.hidden_size])
     return build.model({"logits": (_head(build, spec, residual), ["R", spec.vocab_size])})
 

@@ -14,11 +14,23 @@ from pagelet.plugins.packing import LinearFormat
 DOMAIN = "pagelet"
 _OPSETS = {"": 23, DOMAIN: 1}
 _IR_VERSION = 11
-_DTYPES = {"float32": ir.DataType.FLOAT, "uint8": ir.DataType.UINT8}
+_DTYPES = {
+    "float32": ir.DataType.FLOAT,
+    "float16": ir.DataType.FLOAT16,
+    "bfloat16": ir.DataType.BFLOAT16,
+    "float8": ir.DataType.FLOAT8E4M3FN,
+    "int4": ir.DataType.INT4,
+    "uint8": ir.DataType.UINT8,
+}
 
 
 class GraphBuilder:
-    """Collects nodes, graph inputs and stored tensors; each method adds what its name says."""
+    """Collects nodes, graph inputs and stored tensors; each method adds what its name says.
+
+    These are the CPU's ops; other targets spell `linear`, `embedding` and `attention` in their own.
+    """
+
+    weights_name = WEIGHTS_NAME
 
     def __init__(self, spec: ModelSpec, weights: StoredWeights, folder: Path) -> None:
         self._spec = spec
@@ -46,7 +58,7 @@ class GraphBuilder:
         if tensor.name not in self._stored:
             dtype, shape = _DTYPES[tensor.dtype], ir.Shape(tensor.shape)
             external = ir.ExternalTensor(
-                WEIGHTS_NAME,
+                self.weights_name,
                 tensor.offset,
                 tensor.length,
                 dtype,
@@ -80,6 +92,17 @@ class GraphBuilder:
         **attributes: object,
     ) -> list[ir.Value]:
         """A node with several outputs; an output named "" is not computed."""
+        return self._node(op_type, inputs, outputs, name, domain, attributes)
+
+    def _node(
+        self,
+        op_type: str,
+        inputs: Sequence[ir.Value | None],
+        outputs: Sequence[str],
+        name: str,
+        domain: str,
+        attributes: Mapping[str, object],
+    ) -> list[ir.Value]:
         values = [ir.Value(name=output) for output in outputs]
         self._nodes.append(ir.node(op_type, inputs, attributes, domain=domain, outputs=values, name=name))  # type: ignore[arg-type]
         return values
@@ -155,9 +178,20 @@ class GraphBuilder:
         **attributes: object,
     ) -> ir.Value:
         """Each of `caches`, key_cache.3 say, is written: its output is key_cache_out.3."""
-        outputs = [str(cache.name).replace(".", "_out.") for cache in caches]
-        attended, *written = self.ops(
-            "PagedAttention", inputs, [name, *outputs], name=name, domain=DOMAIN, **attributes
+        return self.caching_op(inputs, caches, name, DOMAIN, attributes)
+
+    def caching_op(
+        self,
+        inputs: Sequence[ir.Value | None],
+        caches: Sequence[ir.Value],
+        name: str,
+        domain: str,
+        attributes: Mapping[str, object],
+    ) -> ir.Value:
+        """A PagedAttention node of a domain."""
+        outputs = [str(cache.name).replace("_cache.", "_cache_out.") for cache in caches]
+        attended, *written = self._node(
+            "PagedAttention", inputs, [name, *outputs], name, domain, attributes
         )
         for cache, output in zip(caches, written, strict=True):
             output.shape, output.type = cache.shape, cache.type

@@ -39,4 +39,4 @@ class Job:
 
     @property
     def cache(self) -> CacheFormat:
-        return CacheFormat(self.options.block_size, self.options.cache_type)
+        return CacheFormat(self.options.tokens_per_block, self.options.cache_type)

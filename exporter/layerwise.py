@@ -7,7 +7,6 @@ residual stream of all texts, and what few families have beside it.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,8 +20,8 @@ from pagelet.exporter.graph import (
     build_head_graph,
     build_layer_graph,
 )
+from pagelet.exporter.part import Part
 from pagelet.exporter.stream import Float32, Stream
-from pagelet.exporter.weights import StoredWeights
 from pagelet.models.spec import ModelSpec
 from pagelet.plugins.session import open_session
 
@@ -75,15 +74,6 @@ class Texts:
         yield slice(start, start + sum(lengths)), tuple(lengths)
 
 
-@dataclass(frozen=True)
-class Part:
-    """Weights to run from, as the weights file of `folder` holds them."""
-
-    spec: ModelSpec
-    weights: StoredWeights
-    folder: Path
-
-
 class Layerwise:
     """Runs parts of a model over texts. Sessions are opened for one part and closed behind it."""
 
@@ -94,7 +84,7 @@ class Layerwise:
 
     def embed(self, part: Part) -> Stream:
         """The stream before the first layer."""
-        session = self._open(build_embedding_graph(part.spec, part.weights, part.folder), part)
+        session = self._open(build_embedding_graph(part), part)
         names = [value.name for value in session.get_outputs()]
         known = [each.name for each in session.get_inputs()]
         pieces = []
@@ -110,9 +100,7 @@ class Layerwise:
 
         `on_taps` is told of each run's TAPS (`graph_layer`), and its texts' lengths.
         """
-        session = self._open(
-            build_layer_graph(part.spec, part.weights, layer, self._cache, part.folder), part
-        )
+        session = self._open(build_layer_graph(part, layer, self._cache), part)
         computed = {value.name for value in session.get_outputs()}
         names = ["residual", *(name for name in TAPS if on_taps and name in computed)]
         pieces = []
@@ -130,7 +118,7 @@ class Layerwise:
 
     def logits(self, part: Part, stream: Stream) -> Iterator[tuple[slice, Float32]]:
         """(rows, logits [rows, vocab]) for all rows of a stream behind the last layer."""
-        session = self._open(build_head_graph(part.spec, part.weights, part.folder), part)
+        session = self._open(build_head_graph(part), part)
         for start in range(0, len(stream), LOGITS_ROWS):
             rows = slice(start, min(start + LOGITS_ROWS, len(stream)))
             yield rows, session.run(["logits"], {"residual_in": stream.residual[rows]})[0]

@@ -2,8 +2,8 @@
 
 from pagelet.exporter.formats import Formats
 from pagelet.exporter.job import Job
-from pagelet.exporter.layerwise import Part
 from pagelet.exporter.modules import layer_input_units, layer_units, layer_vectors, linear_units, norm_vectors
+from pagelet.exporter.part import Part
 from pagelet.exporter.quantize.quantizer import Quantizer
 from pagelet.exporter.resume import Progress, load_progress, save_progress
 from pagelet.exporter.weights import WEIGHTS_NAME, StoredWeights, WeightsFile, WeightsWriter

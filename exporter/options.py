@@ -5,13 +5,14 @@ from pathlib import Path
 
 from pagelet.models.cache import CACHE_TYPES
 from pagelet.models.errors import InputError
+from pagelet.models.targets import FIRST_FP8_SM, TARGETS, Target
 
 WEIGHTS = ("int4", "int8", "fp8", "fp16", "bf16", "fp32")
-EMBEDDINGS = ("int8", "int4")
+EMBEDDINGS = ("int8", "int4", "fp16")
+ACTIVATIONS = ("f16", "bf16")
 GROUP_SIZES = (32, 64, 128)
 GROUPED = {"int4": 32, "int8": 32, "fp8": 0}
 """Weight types with scales, and how many inputs share one by default; 0: all inputs of an output."""
-TARGETS = ("cpu",)
 QUANTIZERS = ("rtn", "awq", "gptq", "auto")
 INTEGERS = ("int4", "int8")
 FP8_BLOCK = 128
@@ -28,7 +29,8 @@ class ExportOptions:
         weights: storage of the linear weights; "fp8" is E4M3.
         group_size: inputs that share a scale (int4, int8, fp8); None: a quantized checkpoint's own, or the
             type's default (GROUPED).
-        symmetric: no minimum per group (int4): smaller, and further from the original.
+        symmetric: no minimum per group (int4): smaller, and further from the original; None: as the target
+            has it, which is True on GPUs.
         block_scales: 128 rows of a weight share the scale of 128 inputs (fp8), as some devices want it.
         quantizer: of int4 and int8 weights. "rtn" rounds each group alone; "awq" and "gptq" look at
             the inputs that a text brings forth; "auto" (int4) besides spends `bits_per_weight` where they
@@ -38,13 +40,17 @@ class ExportOptions:
         calibration_tokens: at most so many of it.
         desc_act: "gptq", "auto": round the columns with the largest activations first.
         embedding: storage of the embedding table and the head beside int4 weights. They lose most by
-            rounding, so they have 8 bits by default; beside fp8 weights they have 16.
+            rounding, so they have 8 bits by default, 16 where a target knows no 8; beside fp8 weights they
+            have 16.
+        target: what the bundle is for (TARGETS in `models.targets`).
+        sms: compute capabilities, times ten, of the GPUs that it is for; empty: all that the target serves.
+        activations: of GPU targets, "f16" or "bf16"; sums and the residual stream are float32 in both.
         cache_type: storage of keys and values in the KV cache: "f32", "f16", "int8" or "fp8" (E4M3), the
             last two with a scale per token and KV head.
         max_context: tokens; None keeps the checkpoint's own.
         layers: only the first so many, with an early exit's norm and head where the checkpoint has them: a
             draft of the model for itself.
-        block_size: tokens per block of the KV cache.
+        block_size: tokens per block of the KV cache; None: the target's default.
         certificate_seconds: how long the bundle is compared with the original at the end; None: not at all,
             which is recorded.
         max_kl: mean KL divergence (nats) above which the export stops; None: that of the type (MAX_KL).
@@ -58,19 +64,21 @@ class ExportOptions:
 
     weights: str = "int4"
     group_size: int | None = None
-    symmetric: bool = False
+    symmetric: bool | None = None
     block_scales: bool = False
     quantizer: str = "rtn"
     bits_per_weight: float | None = None
     calibration: Path | None = None
     calibration_tokens: int = 8_192
     desc_act: bool = True
-    embedding: str = "int8"
+    embedding: str | None = None
     target: str = "cpu"
+    sms: tuple[int, ...] = ()
+    activations: str = "f16"
     cache_type: str = "f16"
     max_context: int | None = None
     layers: int | None = None
-    block_size: int = 32
+    block_size: int | None = None
     certificate_seconds: float | None = 60.0
     max_kl: float | None = None
     accept_loss: bool = False
@@ -78,8 +86,9 @@ class ExportOptions:
     adapter: Path | None = None
 
     def __post_init__(self) -> None:
+        _one_of("target", self.target, tuple(TARGETS))
         _one_of("weights", self.weights, WEIGHTS)
-        _one_of("embedding", self.embedding, EMBEDDINGS)
+        self._check_target()
         if self.group_size is not None:
             if self.weights not in GROUPED:
                 raise InputError(
@@ -87,7 +96,6 @@ class ExportOptions:
                     "leave it out."
                 )
             _one_of("group size", self.group_size, GROUP_SIZES)
-        _one_of("target", self.target, TARGETS)
         if self.block_scales and (self.weights != "fp8" or self.group_size not in (None, FP8_BLOCK)):
             raise InputError(f"scales of {FP8_BLOCK} × {FP8_BLOCK} blocks belong to fp8 weights alone.")
         self._check_quantizer()
@@ -96,9 +104,7 @@ class ExportOptions:
             raise InputError(f"max context is {self.max_context}; expected at least 1 token.")
         if self.layers is not None and self.layers < 1:
             raise InputError(f"layers is {self.layers}; expected at least 1.")
-        if not 1 <= self.block_size <= 4096:
-            raise InputError(f"block size is {self.block_size}; expected 1 to 4096 tokens.")
-
+        self._check_block_size()
         if self.certificate_seconds is not None and not 0 < self.certificate_seconds <= 86_400:
             raise InputError(
                 f"certificate seconds is {self.certificate_seconds}; expected more than 0, at most 86,400; "
@@ -106,6 +112,84 @@ class ExportOptions:
             )
         if self.max_kl is not None and not 0 < self.max_kl <= 1_000:
             raise InputError(f"max KL is {self.max_kl}; expected more than 0, at most 1,000 nats.")
+
+    def _check_target(self) -> None:
+        row = self.row
+        if self.weights not in row.weights:
+            raise InputError(
+                f"the target {row.name} has no {self.weights} weights; it serves {', '.join(row.weights)}."
+            )
+        if self.cache_type in CACHE_TYPES and self.cache_type not in row.caches:
+            raise InputError(
+                f"the target {row.name} has no {self.cache_type} cache; it serves {', '.join(row.caches)}."
+            )
+        if self.symmetric is False and self.weights == "int4" and not row.asymmetric:
+            raise InputError(
+                f"the target {row.name} has no zero points: int4 weights are symmetric there. Leave "
+                "--asymmetric out, or take --target cpu."
+            )
+        if self.embedding is not None:
+            _one_of("embedding", self.embedding, EMBEDDINGS)
+            if self.embedding == "int8" and "int8" not in row.weights:
+                raise InputError(f"the target {row.name} has no int8 table: take fp16 or int4.")
+        if row.is_gpu and self.weights == "fp8" and (self.block_scales or self.group_size):
+            raise InputError(
+                f"the target {row.name} has one scale per output of fp8 weights: leave groups and blocks out."
+            )
+        if not row.is_gpu and self.activations != "f16":
+            raise InputError("activations are a choice of GPU targets; the CPU computes in float32.")
+        _one_of("activations", self.activations, ACTIVATIONS)
+        if self.sms and not row.sms:
+            raise InputError(f"the target {row.name} is not made for single GPUs: leave --sm out.")
+        for sm in self.sms:
+            _one_of(f"SM of the target {row.name}", sm, row.sms)
+        old = [sm for sm in self.sms if sm < FIRST_FP8_SM]
+        if self.weights == "fp8" and old:
+            raise InputError(
+                f"fp8 weights need SM {FIRST_FP8_SM} or newer; asked for {', '.join(map(str, old))}. Name the "
+                "GPUs with --sm (89,120 say), or take int4."
+            )
+
+    def _check_block_size(self) -> None:
+        size, multiple = self.tokens_per_block, self.row.block_multiple
+        if not 1 <= size <= 4096:
+            raise InputError(f"block size is {size}; expected 1 to 4096 tokens.")
+        if size % multiple or (self.row.has_kernels and size & (size - 1)):
+            power = " and a power of two" if self.row.has_kernels else ""
+            raise InputError(
+                f"block size is {size}; the target {self.target} takes multiples of {multiple}{power}."
+            )
+
+    @property
+    def row(self) -> Target:
+        """The target's."""
+        return TARGETS[self.target]
+
+    @property
+    def device_sms(self) -> tuple[int, ...]:
+        """Sorted; empty where the target serves every GPU."""
+        able = [sm for sm in self.row.sms if self.weights != "fp8" or sm >= FIRST_FP8_SM]
+        return tuple(sorted(set(self.sms or able)))
+
+    @property
+    def tokens_per_block(self) -> int:
+        """`block_size`, or the target's default."""
+        return self.row.block_size if self.block_size is None else self.block_size
+
+    @property
+    def activation_type(self) -> str:
+        """Of GPU targets: that of 16-bit weights, if the weights have 16 bits."""
+        return {"fp16": "f16", "bf16": "bf16"}.get(self.weights, self.activations)
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Of int4 groups."""
+        return self.row.is_gpu if self.symmetric is None else self.symmetric
+
+    @property
+    def tables(self) -> str:
+        """Storage of the embedding table and the head beside int4 weights."""
+        return self.embedding or ("int8" if "int8" in self.row.weights else "fp16")
 
     def _check_quantizer(self) -> None:
         _one_of("quantizer", self.quantizer, QUANTIZERS)

@@ -7,8 +7,8 @@ from pathlib import Path
 from types import TracebackType
 
 from pagelet.exporter.checkpoint import Checkpoint
-from pagelet.exporter.layerwise import Part
 from pagelet.exporter.modules import layer_input_units, layer_units, layer_vectors, norm_vectors
+from pagelet.exporter.part import Part
 from pagelet.exporter.stacked_rows import PLAIN, Treatment, WeightFormat
 from pagelet.exporter.weights import WEIGHTS_NAME, WeightsFile, WeightsWriter
 from pagelet.models.spec import ModelSpec

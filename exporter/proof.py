@@ -6,8 +6,8 @@ from pathlib import Path
 from pagelet.exporter.calibration.corpus import golden_prompts, held_out_texts
 from pagelet.exporter.certificate import certify
 from pagelet.exporter.job import Job
-from pagelet.exporter.layerwise import Part
 from pagelet.exporter.options import ExportOptions
+from pagelet.exporter.part import Part
 from pagelet.models.certificate import CERTIFICATE_NAME, OUTPUTS_NAME, Certificate
 from pagelet.models.errors import InputError, UnfinishedError
 from pagelet.models.text import Tokenizer

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from pagelet.exporter.calibration.moments import LayerMoments
 from pagelet.exporter.graph import CacheFormat
-from pagelet.exporter.layerwise import Layerwise, Part, Texts
+from pagelet.exporter.layerwise import Layerwise, Texts
+from pagelet.exporter.part import Part
 from pagelet.exporter.stream import Float32, Stream
 from pagelet.models.distance import kl_divergence, log_softmax
 

@@ -37,7 +37,11 @@ _TYPE_NAMES = {"f16": "fp16", "f32": "fp32"}
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in the weights file: `dtype` "float32" or "uint8", bytes [offset, offset + length)."""
+    """A tensor in a weights file, bytes [offset, offset + length).
+
+    `dtype`: "float32" or "uint8" for the CPU; "float16", "bfloat16", "float8" (E4M3) or "int4" (two to a
+    byte, the first in its low half) for others.
+    """
 
     name: str
     dtype: str
@@ -57,6 +61,8 @@ class Linear:
     bias: StoredTensor | None = None
     gated: bool = False  # the outputs are pairs of tiles, gate and up
     activation_parameters: tuple[float, ...] = ()  # of an activation that learns some
+    scales: StoredTensor | None = None  # where a target's op wants them apart from the codes
+    input_scale: float = 0.0  # of inputs that are rounded to FP8, all alike; 0: they are not
 
 
 @dataclass(frozen=True)

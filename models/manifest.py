@@ -14,17 +14,19 @@ from typing import Any
 from pagelet.models.errors import BundleError, CheckpointError
 from pagelet.models.spec import ModelSpec, check_limits
 from pagelet.models.strict import decode, reject_unknown, require
+from pagelet.models.targets import TARGETS, GpuSettings
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = "pagelet-bundle"
-VERSION = 4
+VERSION = 5
 # Keys that a version added; older manifests are read, and lack them.
-_ADDED = {3: ("certificate",)}
+_ADDED = {3: ("certificate",), 5: ("gpu",)}
 _OLDEST = 2
 _SPEC_BY_LAYER = 4
 # A manifest is a few kilobytes; a larger one is not ours and is not parsed.
 MAX_MANIFEST_BYTES = 16 << 20
 _CHUNK = 4 << 20
+_MAX_STEP = 1 << 20  # rows
 _MAX_PATH_CHARACTERS = 1_024
 _MAX_NAME_BYTES = 255  # of one part of a path, on the usual file systems
 
@@ -87,6 +89,7 @@ class Manifest:
     generation: dict[str, Any] = field(default_factory=dict)  # the checkpoint's own sampling defaults
     created_by: str = ""
     certificate: str = ""  # the file's name; "": none was made
+    gpu: GpuSettings | None = None  # of targets that have one
     version: int = VERSION  # of the file that it was read from
 
     def to_json(self) -> dict[str, Any]:
@@ -167,9 +170,31 @@ def _parse(data: dict[str, Any], where: str) -> Manifest:
         raise BundleError(f"{where}: the graph {manifest.graph!r} is not among its files.")
     if manifest.certificate and manifest.certificate not in manifest.files:
         raise BundleError(f"{where}: the certificate {manifest.certificate!r:.80} is not among its files.")
+    _check_target(manifest, where)
     if not 1 <= manifest.block_size <= 4096:
         raise BundleError(f"{where}: block_size is {manifest.block_size}; expected 1 to 4096.")
     return manifest
+
+
+def _check_target(manifest: Manifest, where: str) -> None:
+    target = TARGETS.get(manifest.target)
+    if target is None:
+        raise BundleError(
+            f"{where}: the target is {manifest.target!r:.80}; this pagelet knows {', '.join(TARGETS)}: "
+            "update pagelet, or export the bundle again."
+        )
+    gpu = manifest.gpu
+    if (gpu is not None) != target.is_gpu:
+        raise BundleError(f"{where}: settings of a GPU do not go with the target {target.name!r}.")
+    if gpu is None:
+        return
+    if gpu.engine and gpu.engine not in manifest.files:
+        raise BundleError(f"{where}: the engine {gpu.engine!r:.80} is not among its files.")
+    if gpu.kernels:
+        _check_path(gpu.kernels, where)
+    sizes = (gpu.max_sequences, gpu.decode_tokens, gpu.step_tokens, gpu.logits_rows)
+    if gpu.activations not in ("f16", "bf16") or not all(1 <= size <= _MAX_STEP for size in sizes):
+        raise BundleError(f"{where}: the GPU's settings are out of range: {gpu!r:.200}.")
 
 
 def _by_layer(old: dict[str, Any], where: str) -> dict[str, Any]:

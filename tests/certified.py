@@ -16,8 +16,8 @@ from pagelet.exporter.certificate import certify
 from pagelet.exporter.checkpoint import open_checkpoint
 from pagelet.exporter.formats import choose_formats, describe
 from pagelet.exporter.graph import CacheFormat, build_graph
-from pagelet.exporter.layerwise import Part
 from pagelet.exporter.modules import layer_vectors, linear_units, norm_vectors
+from pagelet.exporter.part import Part
 from pagelet.exporter.text import write_text_files
 from pagelet.exporter.weights import WEIGHTS_NAME, WeightsFile, WeightsWriter
 from pagelet.models.certificate import CERTIFICATE_NAME, Certificate
@@ -42,7 +42,7 @@ def write_certified(
 ) -> Certificate:
     """A bundle of `source` in the new `folder`, and its certificate."""
     folder.mkdir()
-    cache = CacheFormat(options.block_size, options.cache_type)
+    cache = CacheFormat(options.tokens_per_block, options.cache_type)
     with open_checkpoint(source) as checkpoint:
         spec, formats = checkpoint.spec, choose_formats(options, checkpoint)
         text, generation = write_text_files(checkpoint, folder)
@@ -57,7 +57,7 @@ def write_certified(
             for role in norm_vectors(spec, "final_norm"):
                 writer.vector(role)
         graph = folder / "model.onnx"
-        ir.save(build_graph(spec, writer.stored, cache, folder), graph)
+        ir.save(build_graph(Part(spec, writer.stored, folder), cache), graph)
         certificate = certify(
             checkpoint,
             Part(spec, writer.stored, folder),
@@ -76,7 +76,7 @@ def write_certified(
             file_entries(folder, frozenset({WEIGHTS_NAME})),
             writer.stored.entries,
             checkpoint.describe(),
-            block_size=options.block_size,
+            block_size=options.tokens_per_block,
             cache_type=options.cache_type,
             generation=generation,
             certificate=CERTIFICATE_NAME,

@@ -13,8 +13,9 @@ from pagelet.exporter.checkpoint import Checkpoint
 from pagelet.exporter.formats import Formats
 from pagelet.exporter.graph import CacheFormat
 from pagelet.exporter.job import Job
-from pagelet.exporter.layerwise import Layerwise, Part, Texts
+from pagelet.exporter.layerwise import Layerwise, Texts
 from pagelet.exporter.model_weights import write_weights
+from pagelet.exporter.part import Part
 from pagelet.exporter.quantize.quantizer import Calibrated, LayerPlan, Quantizer, RoundToNearest
 from pagelet.exporter.stacked_rows import PLAIN, Treatment
 from pagelet.exporter.stream import Stream

@@ -7,8 +7,9 @@ import numpy as np
 
 from pagelet.exporter.certificate.held_out import MAX_TOKENS, MIN_TOKENS
 from pagelet.exporter.graph import CacheFormat
-from pagelet.exporter.layerwise import Layerwise, Part, Texts
+from pagelet.exporter.layerwise import Layerwise, Texts
 from pagelet.exporter.original import Original
+from pagelet.exporter.part import Part
 from pagelet.exporter.stream import Stream
 from pagelet.models.distance import LogitsDistance
 

@@ -10,8 +10,8 @@ from pagelet.exporter.certificate.held_out import held_out
 from pagelet.exporter.certificate.walk import Walk
 from pagelet.exporter.checkpoint import Checkpoint
 from pagelet.exporter.graph import CacheFormat
-from pagelet.exporter.layerwise import Part
 from pagelet.exporter.original import Original
+from pagelet.exporter.part import Part
 from pagelet.models.certificate import Certificate
 from pagelet.plugins.native import kernel_arithmetic
 

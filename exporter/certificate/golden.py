@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagelet.exporter.graph import CacheFormat
-from pagelet.exporter.layerwise import Part
+from pagelet.exporter.part import Part
 from pagelet.models.certificate import (
     OUTPUTS_NAME,
     GoldenPrompt,

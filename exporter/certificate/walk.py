@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from pagelet.exporter.certificate.golden import Prompt
 from pagelet.exporter.certificate.held_out import sample
 from pagelet.exporter.graph import CacheFormat
-from pagelet.exporter.layerwise import Layerwise, Part, Texts
+from pagelet.exporter.layerwise import Layerwise, Texts
 from pagelet.exporter.original import Original
+from pagelet.exporter.part import Part
 from pagelet.exporter.stream import Float32, Stream
 from pagelet.models.certificate import LayerError, Quality
 from pagelet.models.distance import LogitsDistance, relative_error

@@ -8,10 +8,10 @@ import numpy as np
 from pagelet.exporter.calibration.moments import Float64, LayerMoments, head_hessian, small_weights
 from pagelet.exporter.formats import ROUTER, Formats
 from pagelet.exporter.job import Job
-from pagelet.exporter.layerwise import Part
 from pagelet.exporter.modules import is_routed, layer_units, linear_units
 from pagelet.exporter.options import ExportOptions
 from pagelet.exporter.original import Original
+from pagelet.exporter.part import Part
 from pagelet.exporter.quantize.allocation import Choice, allocate
 from pagelet.exporter.quantize.output_error import output_error
 from pagelet.exporter.quantize.rounding import round_to_nearest
@@ -65,7 +65,7 @@ def spend_budget(job: Job, texts: list[list[int]]) -> Formats:
     measured = _Measuring(job, texts).run()
     choices = {m: measured[m].choices(rows.count, rows.width) for m, rows in sizes.items()}
     chosen = allocate(choices, budget)
-    basic = LinearFormat(4, 32, asymmetric=not job.options.symmetric)
+    basic = LinearFormat(4, 32, asymmetric=not job.options.is_symmetric)
     formats = Formats(basic, basic, {module: choice.format for module, choice in chosen.items()})
     save_formats(job.folder, job.key, formats)
     return formats
@@ -81,7 +81,7 @@ def _budget(options: ExportOptions, sizes: Mapping[str, StackedRows]) -> int:
     weights = sum(rows.count * rows.width for rows in sizes.values())
     budget = int(weights * (options.bits_per_weight or DEFAULT_BITS) / 8)
     least = sum(
-        min(f.packed_bytes(rows.width, rows.count) for f in candidates(rows.width, options.symmetric))
+        min(f.packed_bytes(rows.width, rows.count) for f in candidates(rows.width, options.is_symmetric))
         for rows in sizes.values()
     )
     if least > budget:
@@ -166,7 +166,7 @@ class _Measuring:
         share = rows.count / len(sample)
         importance = None if hessian is None else np.diag(hessian).astype(np.float32)
         errors = {}
-        for format in candidates(rows.width, self._job.options.symmetric):
+        for format in candidates(rows.width, self._job.options.is_symmetric):
             kept = stacked(self._checkpoint, module, roles, format).kept
             with named(module):
                 errors[format] = 0.0 if kept else share * _error(sample, format, importance, hessian)

@@ -17,9 +17,10 @@ import numpy as np
 from pagelet.exporter.calibration.moments import Float64, LayerMoments, head_hessian, small_weights
 from pagelet.exporter.formats import TABLES, Formats
 from pagelet.exporter.job import Job
-from pagelet.exporter.layerwise import Layerwise, Part, Texts
+from pagelet.exporter.layerwise import Layerwise, Texts
 from pagelet.exporter.modules import is_routed, layer_units, linear_units
 from pagelet.exporter.original import Original
+from pagelet.exporter.part import Part
 from pagelet.exporter.quantize.awq import foldable, search_input_scales
 from pagelet.exporter.quantize.gptq import Gptq
 from pagelet.exporter.quantize.rounding import round_to_nearest

@@ -14,10 +14,11 @@ from pagelet.exporter.checkpoint import Checkpoint, open_checkpoint
 from pagelet.exporter.formats import Formats
 from pagelet.exporter.graph import CacheFormat
 from pagelet.exporter.job import Job
-from pagelet.exporter.layerwise import Layerwise, Part, Texts
+from pagelet.exporter.layerwise import Layerwise, Texts
 from pagelet.exporter.model_weights import write_weights
 from pagelet.exporter.modules import layer_units, linear_units
 from pagelet.exporter.original import Original
+from pagelet.exporter.part import Part
 from pagelet.exporter.quantize.auto import candidates, spend_budget
 from pagelet.exporter.quantize.quantizer import RoundToNearest
 from pagelet.exporter.sensitivity import Sensitivity, Variant

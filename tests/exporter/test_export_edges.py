@@ -16,8 +16,9 @@ from pagelet.exporter.calibration.corpus import calibration_texts
 from pagelet.exporter.checkpoint import open_checkpoint
 from pagelet.exporter.formats import choose_formats
 from pagelet.exporter.job import Job
-from pagelet.exporter.layerwise import Layerwise, Part, Texts
+from pagelet.exporter.layerwise import Layerwise, Texts
 from pagelet.exporter.modules import layer_units, layer_vectors
+from pagelet.exporter.part import Part
 from pagelet.exporter.quantize.quantizer import open_quantizer
 from pagelet.exporter.weights import WEIGHTS_NAME, WeightsFile, WeightsWriter
 from pagelet.models.certificate import CERTIFICATE_NAME, OUTPUTS_NAME, load_certificate

@@ -19,9 +19,10 @@ from pagelet.exporter.checkpoint import open_checkpoint
 from pagelet.exporter.formats import Formats, choose_formats
 from pagelet.exporter.graph import CacheFormat
 from pagelet.exporter.job import Job
-from pagelet.exporter.layerwise import BATCH_TOKENS, LOGITS_ROWS, TAPS, Layerwise, Part, Texts
+from pagelet.exporter.layerwise import BATCH_TOKENS, LOGITS_ROWS, TAPS, Layerwise, Texts
 from pagelet.exporter.model_weights import write_weights
 from pagelet.exporter.original import Original
+from pagelet.exporter.part import Part
 from pagelet.exporter.quantize.quantizer import open_quantizer
 from pagelet.models.spec import ModelSpec
 from pagelet.plugins.float_packing import FloatFormat
@@ -54,7 +55,7 @@ def assert_as_the_engine(source: Path, folder: Path, options: ExportOptions) -> 
     assert (folder / "part" / "model.weights").read_bytes() == (
         folder / "bundle" / "model.weights"
     ).read_bytes()
-    found = logits_of(part, TEXTS, CacheFormat(options.block_size, options.cache_type))
+    found = logits_of(part, TEXTS, CacheFormat(options.tokens_per_block, options.cache_type))
     with Engine.open(folder / "bundle", EngineConfig(kv_memory="16MiB")) as engine:
         expected = np.concatenate([engine.logits(text) for text in TEXTS])
     np.testing.assert_array_equal(found, expected)

@@ -23,9 +23,10 @@ from pagelet.exporter import ExportOptions, export
 from pagelet.exporter.calibration.moments import LayerMoments, small_weights
 from pagelet.exporter.checkpoint import open_checkpoint
 from pagelet.exporter.formats import Formats
-from pagelet.exporter.layerwise import Layerwise, Part, Texts
+from pagelet.exporter.layerwise import Layerwise, Texts
 from pagelet.exporter.modules import layer_units, linear_units
 from pagelet.exporter.original import Original
+from pagelet.exporter.part import Part
 from pagelet.exporter.quantize import quantizer as quantizers
 from pagelet.exporter.quantize.output_error import output_error
 from pagelet.exporter.quantize.quantizer import (

@@ -8,8 +8,8 @@ import onnx
 
 from pagelet.exporter.graph import CacheFormat
 from pagelet.exporter.graph_builder import path
-from pagelet.exporter.layerwise import Part
 from pagelet.exporter.options import INTEGERS
+from pagelet.exporter.part import Part
 from pagelet.exporter.sensitivity import Sensitivity, Variant
 from pagelet.exporter.stacked_rows import WeightFormat
 from pagelet.exporter.weights import Linear, StoredTensor, StoredWeights
