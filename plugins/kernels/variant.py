@@ -16,6 +16,7 @@ LARGEST_GROUP = 16  # query heads per KV head
 HEAD_DIM_STEP, LARGEST_HEAD_DIM = 16, 512
 MAX_SPLITS = 32  # parts of a sequence's keys that decode reduces side by side
 
+_MODULES = {"prepare": "prepare", "attend": "attention", "merge": "merge"}
 Constant = int | float | bool | str
 
 
@@ -39,6 +40,11 @@ class KernelSpec:
     constants: Mapping[str, Constant]
     warps: int
     stages: int
+
+    @property
+    def module(self) -> str:
+        """Where the function is."""
+        return f"pagelet.plugins.kernels.{_MODULES[self.function]}"
 
     @cached_property
     def key(self) -> str:

@@ -1,0 +1,147 @@
+"""The Triton kernels on the CPU: launch plans, run by Triton's interpreter over NumPy arrays.
+
+Triton decides when a kernel is decorated whether it is interpreted or compiled. So tests that interpret run
+in a process of their own, which `in_own_process` starts, and never disturb those that compile.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from pagelet.plugins.kernels.launch_plan import Argument, Offset, Shapes, Workspace, plan, workspace_bytes
+from pagelet.plugins.kernels.variant import AttentionVariant
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+TORCH_TYPES = {
+    "*fp16": torch.float16,
+    "*bf16": torch.bfloat16,
+    "*fp32": torch.float32,
+    "*i8": torch.int8,
+    "*u8": torch.uint8,
+    "*i32": torch.int32,
+    "*i64": torch.int64,
+}
+POISON = 0xFF  # in every byte: NaN as floats, -1 as integers
+
+
+def in_own_process(file: str) -> None:
+    """All tests of a file with the interpreter."""
+    command = [sys.executable, "-m", "pytest", "-pno:cacheprovider", file]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-2000:]
+
+
+def variant_of(layer: Any, activation: str = "f16", **changes: Any) -> AttentionVariant:
+    """For a `Layer` of conftest."""
+    attributes = {
+        "num_heads": layer.num_heads,
+        "kv_num_heads": layer.kv_num_heads,
+        "head_dim": layer.head_size,
+        "block_size": layer.block_size,
+        "activation": activation,
+        "cache": layer.cache_type,
+        "scale": layer.scale,
+        "softcap": layer.softcap,
+        "local_window_size": layer.local_window_size,
+        "rotary_dim": (layer.rotary_dim or layer.head_size) if layer.rotary else 0,
+        "rotary_interleaved": layer.rotary_interleaved,
+        "norm_epsilon": layer.norm_epsilon,
+        "norm_after_rotation": layer.norm_after_rotation,
+        "norm_values": layer.norm_values,
+        "writes": not layer.reads_only,
+        "packed": layer.packed,
+        "q_norm": "q_norm_weight" in layer.head_weights,
+        "k_norm": "k_norm_weight" in layer.head_weights,
+        "sinks": "head_sink" in layer.head_weights,
+    }
+    return AttentionVariant(**attributes | changes)
+
+
+def rounded(array: Any, activation: str) -> Any:
+    """float32 with the nearest values of the activation's type."""
+    dtype = TORCH_TYPES[{"f16": "*fp16", "bf16": "*bf16"}[activation]]
+    return torch.from_numpy(np.ascontiguousarray(array)).to(dtype).float().numpy()
+
+
+def run(variant: AttentionVariant, arrays: Mapping[str, Any]) -> Any:
+    """One step: float32 ``[T, num_heads * head_dim]``. Caches among the arrays are updated in place."""
+    mask = arrays.get("ancestor_mask", np.empty((0, 0), np.int32))
+    tokens, (sequences, width) = len(arrays["query"]), arrays["block_table"].shape
+    shapes = Shapes(tokens, sequences, width, *mask.shape)
+    workspace = torch.full((workspace_bytes(variant, tokens, sequences, width),), POISON, dtype=torch.uint8)
+    activation = TORCH_TYPES[dict(variant.kernel("prepare").arguments)["query"]]
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    for name in {"query", "key", "value"} & set(tensors):
+        tensors[name] = tensors[name].to(activation)
+    tensors["output"] = torch.full((tokens, variant.num_heads * variant.head_dim), torch.nan).to(activation)
+    for launch in plan(variant, shapes):
+        kernel = launch.kernel
+        types = [TORCH_TYPES.get(kind) for _, kind in kernel.arguments]
+        values = [_value(a, t, tensors, workspace) for a, t in zip(launch.arguments, types, strict=True)]
+        function = getattr(importlib.import_module(kernel.module), kernel.function)
+        with warnings.catch_warnings(), np.errstate(all="ignore"):
+            warnings.simplefilter("ignore")  # NaN and infinity are what some tests are about
+            function[launch.grid](*values, **kernel.constants)
+    return tensors["output"].float().numpy()
+
+
+def _value(argument: Argument, dtype: Any, tensors: Mapping[str, Any], workspace: Any) -> Any:
+    if isinstance(argument, int):
+        return argument
+    if isinstance(argument, Workspace):
+        return workspace[argument.offset :].view(dtype)
+    name, skipped = (argument.name, argument.bytes) if isinstance(argument, Offset) else (argument, 0)
+    if name not in tensors:
+        return torch.empty(0, dtype=dtype)  # a null pointer
+    tensor = tensors[name].flatten()
+    assert tensor.dtype == dtype, name
+    assert tensor.data_ptr() == tensors[name].data_ptr(), f"{name} was copied"
+    return tensor[skipped // tensor.element_size() :]
+
+
+def _mend_interpreter() -> None:
+    """What Triton 3.9's interpreter lacks.
+
+    It multiplies the bits of bfloat16 as integers in `tl.dot`, and cuts where GPUs round. And it patches all of
+    `triton.language` again for each call of a function, which is most of its time: once is enough here.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    cast = builder.cast_impl
+
+    def widened(handle: Any) -> Any:
+        if handle.dtype.scalar == tl.bfloat16:
+            return (handle.data.astype(np.uint32) << 16).view(np.float32)
+        return handle.data.astype(np.float32)
+
+    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        if dst_type.scalar == tl.bfloat16:
+            data = torch.from_numpy(np.ascontiguousarray(widened(src))).to(torch.bfloat16)
+            return interpreter.TensorHandle(data.view(torch.uint16).numpy(), tl.bfloat16)
+        if src.dtype.scalar == tl.bfloat16 and dst_type.scalar == tl.float32:
+            return interpreter.TensorHandle(widened(src), tl.float32)
+        return cast(self, src, dst_type)
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: Any) -> Any:
+        return interpreter.TensorHandle(widened(a) @ widened(b) + d.data, d.dtype.scalar)
+
+    builder.cast_impl, builder.create_dot = cast_impl, create_dot
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
+
+
+if INTERPRETED:
+    _mend_interpreter()
