@@ -9,7 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from pagelet.plugins.kernels.variant import MAX_SPLITS, AttentionVariant, KernelSpec, tile_of
+from pagelet.plugins.kernels.variant import (
+    HEADS_PER_PROGRAM,
+    MAX_SPLITS,
+    AttentionVariant,
+    KernelSpec,
+    tile_of,
+)
 
 ALIGNMENT = 256  # bytes, of each piece of the workspace; what cudaMalloc gives
 DECODE_ROWS = 8  # rows per sequence up to which a step is split over keys instead of rows
@@ -108,10 +114,11 @@ def plan(variant: AttentionVariant, shapes: Shapes) -> tuple[Launch, ...]:
         kernel, (x, y, z) = variant.kernel(role), grid
         return Launch(kernel, (x, y, z), tuple(values.get(name, name) for name, _ in kernel.arguments))
 
-    heads = variant.num_heads + (2 * variant.kv_num_heads if variant.writes else 0)
+    groups = -(-variant.num_heads // HEADS_PER_PROGRAM)
+    groups += 2 * -(-variant.kv_num_heads // HEADS_PER_PROGRAM) if variant.writes else 0
     role = ("decode" if decode else "prefill") + ("_tree" if shapes.mask_rows else "")
     launches = [
-        launch("prepare", shapes.tokens, heads, 1),
+        launch("prepare", shapes.tokens, groups, 1),
         launch(role, _tiles(variant, shapes, decode), variant.kv_num_heads, max(splits, 1)),
     ]
     return (*launches, launch("merge", shapes.tokens, variant.num_heads, 1)) if decode else tuple(launches)

@@ -29,6 +29,7 @@ def prepare(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_H: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     QUERY_STRIDE: tl.constexpr,
     KEY_STRIDE: tl.constexpr,
@@ -41,21 +42,28 @@ def prepare(
     NORM_VALUES: tl.constexpr,
     CACHE: tl.constexpr,
 ):
-    """One program per token and head, of a grid ``[T, HEADS]`` or, where it writes, with 2 KV_HEADS more.
+    """One program per token and BLOCK_H heads: of queries, then, where it writes, of keys, then of values.
 
     Queries go, in the activation's type, to ``prepared_query [T, HEADS, HEAD_DIM]``; keys and values to the
     cache, at the slots that the block table gives. What is not mapped there (-1) is not written.
     """
+    KEYS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H  # the first group of heads of keys
+    VALUES: tl.constexpr = KEYS + (KV_HEADS + BLOCK_H - 1) // BLOCK_H
     token = tl.program_id(0)
-    head = tl.program_id(1)
+    group = tl.program_id(1)
     d = tl.arange(0, BLOCK_D)
-    position = tl.load(position_ids + token) if ROTARY_DIM > 0 else token
-    cos = cos_cache + position.to(tl.int64) * (ROTARY_DIM // 2)
-    sin = sin_cache + position.to(tl.int64) * (ROTARY_DIM // 2)
-    if head < HEADS:
-        row = query + token.to(tl.int64) * QUERY_STRIDE + head * HEAD_DIM
+    cos = cos_cache
+    sin = sin_cache
+    if ROTARY_DIM > 0:
+        position = tl.load(position_ids + token).to(tl.int64)
+        cos += position * (ROTARY_DIM // 2)
+        sin += position * (ROTARY_DIM // 2)
+    if group < KEYS:
+        head = group * BLOCK_H + tl.arange(0, BLOCK_H)
+        inside = (head < HEADS)[:, None] & (d < HEAD_DIM)[None, :]
         x = _normed_and_rotated(
-            row,
+            query + token.to(tl.int64) * QUERY_STRIDE + head[:, None] * HEAD_DIM,
+            inside,
             q_norm_weight,
             cos,
             sin,
@@ -67,20 +75,23 @@ def prepare(
             EPSILON,
             NORM_AFTER_ROTATION,
         )
-        target = prepared_query + (token.to(tl.int64) * HEADS + head) * HEAD_DIM
-        tl.store(target + d, x.to(prepared_query.dtype.element_ty), mask=d < HEAD_DIM)
+        target = prepared_query + (token.to(tl.int64) * HEADS + head)[:, None] * HEAD_DIM + d[None, :]
+        tl.store(target, x.to(prepared_query.dtype.element_ty), mask=inside)
     else:
         s = _sequence_of(token, cumulative_sequence_length, sequences)
         logical = tl.load(past_seqlens + s) + token - tl.load(cumulative_sequence_length + s)
-        in_table = logical < table_width * BLOCK_SIZE
         entry = block_table + s.to(tl.int64) * table_width + logical // BLOCK_SIZE
-        block = tl.load(entry, mask=in_table, other=-1)
+        block = tl.load(entry, mask=logical < table_width * BLOCK_SIZE, other=-1)
         if block >= 0:
             slot = block.to(tl.int64) * BLOCK_SIZE + logical % BLOCK_SIZE
-            if head < HEADS + KV_HEADS:
-                kv_head = head - HEADS
+            head = (group - (KEYS if group < VALUES else VALUES)) * BLOCK_H + tl.arange(0, BLOCK_H)
+            inside = (head < KV_HEADS)[:, None] & (d < HEAD_DIM)[None, :]
+            offset = token.to(tl.int64) * KEY_STRIDE + head[:, None] * HEAD_DIM
+            row = slot * KV_HEADS + head
+            if group < VALUES:
                 x = _normed_and_rotated(
-                    key + token.to(tl.int64) * KEY_STRIDE + kv_head * HEAD_DIM,
+                    key + offset,
+                    inside,
                     k_norm_weight,
                     cos,
                     sin,
@@ -92,14 +103,12 @@ def prepare(
                     EPSILON,
                     NORM_AFTER_ROTATION,
                 )
-                _write(key_cache, key_scale_cache, slot * KV_HEADS + kv_head, x, HEAD_DIM, BLOCK_D, CACHE)
+                _write(key_cache, key_scale_cache, row, x, inside, head < KV_HEADS, HEAD_DIM, CACHE)
             else:
-                kv_head = head - HEADS - KV_HEADS
-                row = value + token.to(tl.int64) * KEY_STRIDE + kv_head * HEAD_DIM
-                x = tl.load(row + d, mask=d < HEAD_DIM, other=0.0).to(tl.float32)
+                x = tl.load(value + offset + d[None, :], mask=inside, other=0.0).to(tl.float32)
                 if NORM_VALUES:
                     x = x * _inverse_rms(x, HEAD_DIM, EPSILON)
-                _write(value_cache, value_scale_cache, slot * KV_HEADS + kv_head, x, HEAD_DIM, BLOCK_D, CACHE)
+                _write(value_cache, value_scale_cache, row, x, inside, head < KV_HEADS, HEAD_DIM, CACHE)
 
 
 @triton.jit
@@ -115,13 +124,15 @@ def _sequence_of(token, cumulative_sequence_length, sequences):
 
 @triton.jit
 def _inverse_rms(x, HEAD_DIM: tl.constexpr, EPSILON: tl.constexpr):
-    mean = tl.div_rn(tl.sum(x * x, axis=0), HEAD_DIM * 1.0)
-    return tl.div_rn(1.0, tl.sqrt_rn(mean + EPSILON))
+    """Of each row, as a column."""
+    mean = tl.div_rn(tl.sum(x * x, axis=1), HEAD_DIM * 1.0)
+    return tl.div_rn(1.0, tl.sqrt_rn(mean + EPSILON))[:, None]
 
 
 @triton.jit
 def _normed_and_rotated(
-    row,
+    rows,
+    inside,
     weight,
     cos,
     sin,
@@ -133,11 +144,14 @@ def _normed_and_rotated(
     EPSILON: tl.constexpr,
     NORM_AFTER_ROTATION: tl.constexpr,
 ):
-    """A head ``[BLOCK_D]`` in float32. Rotation reads each element's partner again, which the cache has."""
+    """Heads ``[BLOCK_H, BLOCK_D]`` in float32, of pointers to their begins.
+
+    Rotation reads each element's partner again: memory that was just read costs less than an exchange.
+    """
     d = tl.arange(0, BLOCK_D)
-    x = tl.load(row + d, mask=d < HEAD_DIM, other=0.0).to(tl.float32)
+    x = tl.load(rows + d[None, :], mask=inside, other=0.0).to(tl.float32)
     if NORM:
-        w = tl.load(weight + d, mask=d < HEAD_DIM, other=0.0)
+        w = tl.load(weight + d, mask=d < HEAD_DIM, other=0.0)[None, :]
         if not NORM_AFTER_ROTATION:
             inverse = _inverse_rms(x, HEAD_DIM, EPSILON)
             x = x * inverse * w
@@ -151,36 +165,36 @@ def _normed_and_rotated(
             first = d < ROTARY_DIM // 2
             pair = tl.where(first, d, d - ROTARY_DIM // 2)
             partner = tl.where(first, d + ROTARY_DIM // 2, pair)
-        other = tl.load(row + partner, mask=rotated, other=0.0).to(tl.float32)
+        other = tl.load(rows + partner[None, :], mask=inside & rotated[None, :], other=0.0).to(tl.float32)
         if NORM and not NORM_AFTER_ROTATION:
-            other = other * inverse * tl.load(weight + partner, mask=rotated, other=0.0)
-        c = tl.load(cos + pair, mask=rotated, other=0.0)
-        s = tl.load(sin + pair, mask=rotated, other=0.0)
-        x = tl.where(rotated, x * c + tl.where(first, -other, other) * s, x)
+            other = other * inverse * tl.load(weight + partner, mask=rotated, other=0.0)[None, :]
+        c = tl.load(cos + pair, mask=rotated, other=0.0)[None, :]
+        s = tl.load(sin + pair, mask=rotated, other=0.0)[None, :]
+        x = tl.where(rotated[None, :], x * c + tl.where(first[None, :], -other, other) * s, x)
     if NORM and NORM_AFTER_ROTATION:
         x = x * _inverse_rms(x, HEAD_DIM, EPSILON) * w
     return x
 
 
 @triton.jit
-def _write(cache, scales, row, x, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CACHE: tl.constexpr):
-    """A float32 head to row ``slot * KV_HEADS + head`` of the cache, and its scale."""
-    d = tl.arange(0, BLOCK_D)
-    target = cache + row * HEAD_DIM + d
+def _write(cache, scales, row, x, inside, exists, HEAD_DIM: tl.constexpr, CACHE: tl.constexpr):
+    """Float32 heads to rows ``slot * KV_HEADS + head`` of the cache, and their scales."""
+    target = cache + row[:, None] * HEAD_DIM + tl.arange(0, x.shape[1])[None, :]
     if CACHE == "f16":
-        tl.store(target, x.to(tl.float16), mask=d < HEAD_DIM)
+        tl.store(target, x.to(tl.float16), mask=inside)
     else:
         largest: tl.constexpr = 127.0 if CACHE == "int8" else 448.0
         # As integers, magnitudes keep their order and NaN is the largest of all, so that none is lost.
         magnitudes = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        scale = tl.div_rn(tl.max(magnitudes, axis=0).to(tl.float32, bitcast=True), largest)
+        scale = tl.div_rn(tl.max(magnitudes, axis=1).to(tl.float32, bitcast=True), largest)
         scale = tl.where(scale < float("inf"), scale, float("nan"))
         usable = scale > 0
-        scaled = tl.where(usable, tl.div_rn(x, tl.where(usable, scale, 1.0)), 0.0)
+        divisor = tl.where(usable, scale, 1.0)[:, None]
+        scaled = tl.where(usable[:, None], tl.div_rn(x, tl.broadcast_to(divisor, x.shape)), 0.0)
         scaled = tl.minimum(tl.maximum(scaled, -largest), largest)
         codes = round_to_int8(scaled) if CACHE == "int8" else encode_e4m3(scaled)
-        tl.store(target, codes, mask=d < HEAD_DIM)
-        tl.store(scales + row, scale)
+        tl.store(target, codes, mask=inside)
+        tl.store(scales + row, scale, mask=exists)
 
 
 @triton.jit

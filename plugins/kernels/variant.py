@@ -14,6 +14,7 @@ ACTIVATIONS = {"f16": "fp16", "bf16": "bf16"}  # our name: Triton's
 CACHES = {"f16": "fp16", "int8": "i8", "fp8": "u8"}
 LARGEST_GROUP = 16  # query heads per KV head
 HEAD_DIM_STEP, LARGEST_HEAD_DIM = 16, 512
+HEADS_PER_PROGRAM = 8  # of prepare
 MAX_SPLITS = 32  # parts of a sequence's keys that decode reduces side by side
 
 _MODULES = {"prepare": "prepare", "attend": "attention", "merge": "merge"}
@@ -245,6 +246,7 @@ def _prepare(variant: AttentionVariant) -> KernelSpec:
             "KV_HEADS": kv_heads,
             "HEAD_DIM": variant.head_dim,
             "BLOCK_D": padded(variant.head_dim),
+            "BLOCK_H": HEADS_PER_PROGRAM,
             "BLOCK_SIZE": variant.block_size,
             "QUERY_STRIDE": (fused or heads) * variant.head_dim,
             "KEY_STRIDE": (fused or kv_heads) * variant.head_dim,
@@ -257,7 +259,7 @@ def _prepare(variant: AttentionVariant) -> KernelSpec:
             "NORM_VALUES": variant.norm_values,
             "CACHE": variant.cache,
         },
-        warps=1 if variant.head_dim <= 128 else 2,
+        warps=max(1, padded(variant.head_dim) // 64),  # 16 elements for each thread
         stages=1,
     )
 
