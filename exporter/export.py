@@ -1,4 +1,4 @@
-"""The export, on one page: checkpoint → spec → text → formats → weights → graph → certificate → bundle."""
+"""The export, on one page: checkpoint → spec → text → formats → weights → target → certificate → bundle."""
 
 from contextlib import closing
 from dataclasses import replace
@@ -21,6 +21,9 @@ from pagelet.exporter.proof import prove
 from pagelet.exporter.quantize.auto import spend_budget
 from pagelet.exporter.quantize.quantizer import open_quantizer
 from pagelet.exporter.resume import clear_progress, export_key, resumes
+from pagelet.exporter.targets import check_model, finish, lower
+from pagelet.exporter.targets.finish import ENGINE_NAME
+from pagelet.exporter.targets.gpu_builder import LOWERED_NAME
 from pagelet.exporter.text import write_text_files
 from pagelet.exporter.weights import WEIGHTS_NAME
 from pagelet.models.errors import InputError
@@ -59,6 +62,7 @@ def export(
             spec = exit_after(checkpoint, spec, options.layers)
         with new_bundle(out, force=options.force, resumes=lambda left: resumes(left, key)) as folder:
             job = Job(checkpoint, spec, options, folder, key, on_progress, on_note)
+            check_model(job)
             text, generation = write_text_files(checkpoint, folder)
             tokenizer = Tokenizer.open(folder, text)
             texts = calibration_texts(options, tokenizer, spec.max_context)
@@ -67,25 +71,30 @@ def export(
                 formats = spend_budget(job, texts)
             with closing(open_quantizer(job, formats, texts)) as quantizer:
                 weights = write_weights(job, formats, quantizer)
-            ir.save(build_graph(spec, weights, job.cache, folder), folder / GRAPH_NAME)
-            certificate = prove(job, Part(spec, weights, folder), tokenizer, folder / GRAPH_NAME)
+            part = lower(job, Part(spec, weights, folder), tokenizer)
+            ir.save(build_graph(part, job.cache), folder / GRAPH_NAME)
+            certificate = prove(job, part, tokenizer, folder / GRAPH_NAME)
+            gpu = finish(job, part, folder / GRAPH_NAME)
             for note in (*checkpoint.notes, *quantized_again(spec, checkpoint, formats), *quantizer.notes):
                 on_note(note)
             clear_progress(folder)
+            if gpu is not None:  # its weights lie in a file of their own
+                (folder / WEIGHTS_NAME).unlink()
             manifest = Manifest(
                 spec=spec,
                 quantization=describe(options, formats),
                 text=text,
-                files=file_entries(folder, frozenset({WEIGHTS_NAME})),
+                files=file_entries(folder, frozenset({WEIGHTS_NAME, LOWERED_NAME, ENGINE_NAME})),
                 tensors=weights.entries,
                 source=checkpoint.describe(),
                 graph=GRAPH_NAME,
                 target=options.target,
-                block_size=options.block_size,
+                block_size=options.tokens_per_block,
                 cache_type=options.cache_type,
                 generation=generation,
                 created_by=f"pagelet {version('pagelet')}",
                 certificate=certificate,
+                gpu=gpu,
             )
             manifest.save(folder)
     return manifest

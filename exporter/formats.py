@@ -46,7 +46,11 @@ def choose_formats(options: ExportOptions, checkpoint: Checkpoint) -> Formats:
     if options.weights == "int4":
         layers = LinearFormat(4, group_size, asymmetric=not options.is_symmetric)
         _check_minimums(options, checkpoint)
-        tables = {"int8": INT8, "int4": layers, "fp16": FloatFormat(options.activation_type)}
+        tables: dict[str, WeightFormat] = {
+            "int8": INT8,
+            "int4": layers,
+            "fp16": FloatFormat(options.activation_type),
+        }
         return Formats(layers, tables=tables[options.tables])
     if options.weights == "int8":
         int8 = LinearFormat(8, group_size, asymmetric=False)

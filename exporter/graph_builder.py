@@ -190,9 +190,7 @@ class GraphBuilder:
     ) -> ir.Value:
         """A PagedAttention node of a domain."""
         outputs = [str(cache.name).replace("_cache.", "_cache_out.") for cache in caches]
-        attended, *written = self._node(
-            "PagedAttention", inputs, [name, *outputs], name, domain, attributes
-        )
+        attended, *written = self._node("PagedAttention", inputs, [name, *outputs], name, domain, attributes)
         for cache, output in zip(caches, written, strict=True):
             output.shape, output.type = cache.shape, cache.type
             self._caches[str(cache.name)] = output

@@ -146,8 +146,8 @@ class ExportOptions:
         old = [sm for sm in self.sms if sm < FIRST_FP8_SM]
         if self.weights == "fp8" and old:
             raise InputError(
-                f"fp8 weights need SM {FIRST_FP8_SM} or newer; asked for {', '.join(map(str, old))}. Name the "
-                "GPUs with --sm (89,120 say), or take int4."
+                f"fp8 weights need SM {FIRST_FP8_SM} or newer; asked for {', '.join(map(str, old))}. Leave "
+                "these GPUs out of --sm, or take int4."
             )
 
     def _check_block_size(self) -> None:
@@ -199,8 +199,11 @@ class ExportOptions:
                 f"the quantizer {self.quantizer} belongs to {' and '.join(served)} weights, not to "
                 f"{self.weights}: leave it out."
             )
-        if not self.is_calibrated and self.calibration is not None:
-            raise InputError("a calibration belongs to the quantizers awq, gptq and auto: name one of them.")
+        if self.calibration is not None and not (self.is_calibrated or self.has_static_scales):
+            raise InputError(
+                "a calibration belongs to the quantizers awq, gptq and auto, and to fp8 weights on a GPU, "
+                "whose inputs have static scales: name one of them."
+            )
         if not self.desc_act and self.quantizer not in ("gptq", "auto"):
             raise InputError("the order of columns (desc_act) belongs to the quantizers gptq and auto.")
         if not 1024 <= self.calibration_tokens <= 1 << 20:
@@ -221,6 +224,12 @@ class ExportOptions:
     def is_calibrated(self) -> bool:
         """Whether the quantizer looks at a text's activations."""
         return self.quantizer != "rtn"
+
+    @property
+    def has_static_scales(self) -> bool:
+        """Whether a text's largest activations, keys or values become scales."""
+        fp8_inputs = self.weights == "fp8" and self.row.is_gpu
+        return fp8_inputs or (self.target == "cuda" and self.cache_type in ("int8", "fp8"))
 
     @property
     def kl_limit(self) -> float:

@@ -1,10 +1,15 @@
 """The certificate of an export, and whether it lets the bundle pass."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import onnx_ir as ir
+
 from pagelet.exporter.calibration.corpus import golden_prompts, held_out_texts
 from pagelet.exporter.certificate import certify
+from pagelet.exporter.graph import CacheFormat, build_graph
 from pagelet.exporter.job import Job
 from pagelet.exporter.options import ExportOptions
 from pagelet.exporter.part import Part
@@ -14,6 +19,7 @@ from pagelet.models.text import Tokenizer
 
 # Golden prompts: long enough that attention has something to read, short enough to replay in a moment.
 _PROMPTS, _PROMPT_TOKENS = 4, 48
+_STAND_IN = ".stand-in.onnx"
 
 
 def prove(job: Job, bundle: Part, tokenizer: Tokenizer, graph: Path) -> str:
@@ -36,22 +42,37 @@ def prove(job: Job, bundle: Part, tokenizer: Tokenizer, graph: Path) -> str:
             "the tokenizer, or a context this short, leaves no text to compare bundle and original on; "
             "export with --no-certificate."
         )
-    certificate = certify(
-        job.checkpoint,
-        bundle,
-        job.cache,
-        texts,
-        prompts,
-        graph=graph,
-        seconds=options.certificate_seconds,
-        on_progress=job.on_progress,
-    )
+    with _runnable_graph(bundle, job.cache, graph) as stand_in:
+        certificate = certify(
+            job.checkpoint,
+            bundle.runnable,
+            job.cache,
+            texts,
+            prompts,
+            graph=stand_in,
+            seconds=options.certificate_seconds,
+            on_progress=job.on_progress,
+        )
     limit = options.kl_limit
     forced = not certificate.quality.mean_kl <= limit
     if forced and not options.accept_loss:
         raise UnfinishedError(_refusal(certificate, options, graph.parent))
     replace(certificate, max_kl=limit, forced=forced).save(graph.parent)
     return CERTIFICATE_NAME
+
+
+@contextmanager
+def _runnable_graph(bundle: Part, cache: CacheFormat, graph: Path) -> Iterator[Path]:
+    """The bundle's graph as the CPU runs it: a device's has the same roundings and the CPU's attention."""
+    if bundle.stand_in is None:
+        yield graph
+        return
+    stand_in = graph.with_name(_STAND_IN)
+    try:
+        ir.save(build_graph(bundle.runnable, cache), stand_in)
+        yield stand_in
+    finally:
+        stand_in.unlink(missing_ok=True)
 
 
 def _refusal(certificate: Certificate, options: ExportOptions, folder: Path) -> str:

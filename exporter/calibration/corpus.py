@@ -29,8 +29,13 @@ def calibration_texts(
     Raises:
         InputError: the file is empty, binary, too large or too short.
     """
-    if not options.is_calibrated:
-        return []
+    return texts_of_calibration(options, tokenizer, max_context) if options.is_calibrated else []
+
+
+def texts_of_calibration(
+    options: ExportOptions, tokenizer: Tokenizer, max_context: int = WINDOW
+) -> list[list[int]]:
+    """The same, whether the quantizer asks for them or not."""
     file, num_tokens = options.calibration, options.calibration_tokens
     size = min(WINDOW, max_context)
     if file is not None:

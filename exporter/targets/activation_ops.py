@@ -1,6 +1,6 @@
 """The activation functions of `plugins.activations`, spelled in ONNX's own ops."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import onnx_ir as ir
 
@@ -32,11 +32,11 @@ class _Ops:
         self._name = f"{name}/act"
         self._count = 0
 
-    def __call__(self, op_type: str, *inputs: ir.Value | float, **attributes: object) -> ir.Value:
+    def __call__(self, op_type: str, *inputs: ir.Value | float, **attributes: str) -> ir.Value:
         self._count += 1
         name = f"{self._name}/{op_type.lower()}_{self._count}"
         values = [self._build.constant(f"number.{x!r}", x) if isinstance(x, float) else x for x in inputs]
-        return self._build.op(op_type, values, name=name, **attributes)
+        return self._build.op(op_type, values, name=name, domain="", **attributes)
 
 
 def _swiglu_oai(ops: _Ops, gate: ir.Value, up: ir.Value, limit: float) -> ir.Value:
@@ -62,7 +62,7 @@ def _xielu(ops: _Ops, x: ir.Value, alpha_p: float, alpha_n: float, beta: float, 
     return ops("Where", ops("Greater", x, 0.0), positive, negative)
 
 
-_FUNCTIONS = {
+_FUNCTIONS: dict[str, Callable[..., ir.Value]] = {
     "none": lambda ops, x: x,
     "silu": lambda ops, x: ops("Mul", x, ops("Sigmoid", x)),
     "gelu": lambda ops, x: ops("Gelu", x),

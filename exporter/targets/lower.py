@@ -1,12 +1,17 @@
 """From the CPU's packed weights to a target's own, and the builder that spells its graph."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from functools import partial
 
+from pagelet.exporter.calibration.corpus import texts_of_calibration
+from pagelet.exporter.calibration.ranges import Ranges, measure_ranges
+from pagelet.exporter.graph import CacheFormat
 from pagelet.exporter.job import Job
+from pagelet.exporter.layerwise import Layerwise, Texts
 from pagelet.exporter.part import Part
-from pagelet.exporter.targets.gpu_builder import refuse_experts
-from pagelet.exporter.targets.lowering import QdqLayout, lower_weights
+from pagelet.exporter.targets.cuda import CudaBuilder, CudaLayout, refuse_obstacles
+from pagelet.exporter.targets.gpu_builder import GpuBuilder, refuse_experts
+from pagelet.exporter.targets.lowering import Layout, QdqLayout, lower_weights
 from pagelet.exporter.targets.tensorrt import TensorRTBuilder
 from pagelet.models.text import Tokenizer
 
@@ -16,22 +21,52 @@ def lower(job: Job, packed: Part, tokenizer: Tokenizer) -> Part:
 
     Raises:
         UnsupportedError: the target cannot compute this model.
+        InputError: static scales are needed, and the calibration's text gives none.
     """
-    if not job.options.row.is_gpu:
+    options = job.options
+    if not options.row.is_gpu:
         return packed
-    refuse_experts(packed.spec)
-    activations = job.options.activation_type
+    ranges = _ranges(job, packed, tokenizer)
+    layout: Layout = CudaLayout() if options.target == "cuda" else QdqLayout()
     weights = lower_weights(
         packed.spec,
         packed.weights,
         packed.folder,
-        QdqLayout(),
-        activations=activations,
-        input_scales=_input_scales(job, packed, tokenizer),
+        layout,
+        activations=options.activation_type,
+        input_scales=_input_scales(ranges) if options.weights == "fp8" and ranges else {},
     )
-    builder = partial(TensorRTBuilder, activations=activations)
-    return Part(packed.spec, weights, packed.folder, builder, partial(builder, emulated=True))
+    device: Callable[..., GpuBuilder] = TensorRTBuilder
+    if options.target == "cuda":
+        device = partial(CudaBuilder, cache_scales=_cache_scales(job, ranges))
+    device = partial(device, activations=options.activation_type)
+    return Part(packed.spec, weights, packed.folder, device, partial(device, emulated=True))
 
 
-def _input_scales(job: Job, packed: Part, tokenizer: Tokenizer) -> Mapping[str, float]:
-    return {}
+def check_model(job: Job) -> None:
+    """Before any work: UnsupportedError where the target cannot compute this model."""
+    if job.options.target == "cuda":
+        refuse_obstacles(job.spec, job.cache)
+    elif job.options.row.is_gpu:
+        refuse_experts(job.spec)
+
+
+def _ranges(job: Job, packed: Part, tokenizer: Tokenizer) -> Ranges | None:
+    """Measured where scales are static: FP8 inputs, and quantized caches of ONNX Runtime's op."""
+    if not job.options.has_static_scales:
+        return None
+    texts = Texts.of(texts_of_calibration(job.options, tokenizer, packed.spec.max_context))
+    return measure_ranges(
+        Layerwise(texts, CacheFormat(job.cache.block_size, "f32")), packed, on_progress=job.on_progress
+    )
+
+
+def _input_scales(ranges: Ranges) -> dict[str, float]:
+    return {module: ranges.input_scale(module) for module in ranges.inputs}
+
+
+def _cache_scales(job: Job, ranges: Ranges | None) -> dict[int, tuple[float, float]]:
+    kind = job.cache.type
+    if ranges is None or kind not in ("int8", "fp8"):
+        return {}
+    return {layer: ranges.cache_scales(layer, kind) for layer in ranges.caches}

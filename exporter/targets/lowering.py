@@ -47,9 +47,7 @@ class Layout(Protocol):
         `half`: the type of the activations.
         """
 
-    def fp8(
-        self, codes: NDArray[np.uint8], scales: Float32, half: type[np.generic]
-    ) -> tuple[Laid, Laid]:
+    def fp8(self, codes: NDArray[np.uint8], scales: Float32, half: type[np.generic]) -> tuple[Laid, Laid]:
         """Codes E4M3 [out, in], float32 scales [out, 1]."""
 
 
@@ -119,7 +117,9 @@ def _lower(
         laid = layout.integers(codes, scales, linear.format, half)
     else:
         laid = layout.fp8(codes, scales, half)
-    weight, steps = (add(f"{module}.{name}", one) for name, one in zip(("weight", "scales"), laid, strict=True))
+    weight, steps = (
+        add(f"{module}.{name}", one) for name, one in zip(("weight", "scales"), laid, strict=True)
+    )
     return replace(linear, weight=weight, scales=steps)
 
 
@@ -131,7 +131,8 @@ def _apart(rows: NDArray[T], linear: Linear) -> NDArray[T]:
     """Rows of gated layers, whose tiles alternate, as all of the gate's and then all others."""
     if not linear.gated:
         return rows
-    return rows.reshape(-1, 2, TILE_COLUMNS, rows.shape[1]).swapaxes(0, 1).reshape(rows.shape)
+    pairs = rows.reshape(-1, 2, TILE_COLUMNS, rows.shape[1])
+    return np.concatenate([pairs[:, 0].reshape(-1, rows.shape[1]), pairs[:, 1].reshape(-1, rows.shape[1])])
 
 
 def _codes(packed: NDArray[np.uint8], linear: Linear) -> tuple[NDArray[Any], Float32]:
@@ -140,10 +141,10 @@ def _codes(packed: NDArray[np.uint8], linear: Linear) -> tuple[NDArray[Any], Flo
     if isinstance(linear.format, LinearFormat):
         codes, scales, minimums = packing.unpack(data, *size, linear.format)
         assert minimums is None
-    else:
-        codes, scales = float_packing.unpack(data, *size, linear.format)
-        assert scales is not None
-    return _apart(codes, linear), _apart(scales.astype(np.float32), linear)
+        return _apart(codes, linear), _apart(scales.astype(np.float32), linear)
+    values, steps = float_packing.unpack(data, *size, linear.format)
+    assert steps is not None
+    return _apart(values, linear), _apart(steps, linear)
 
 
 def _values(packed: NDArray[np.uint8], linear: Linear) -> Float32:

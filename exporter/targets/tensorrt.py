@@ -1,4 +1,4 @@
-"""The graph of TensorRT and TensorRT-RTX: explicit quantize/dequantize pairs, and our plugin for attention."""
+"""The graph of TensorRT and TensorRT-RTX: explicit quantize/dequantize pairs, and our attention plugin."""
 
 from collections.abc import Mapping, Sequence
 
@@ -45,7 +45,8 @@ class TensorRTBuilder(GpuBuilder):
             for key, value in inputs.items()
         }
         cache = given["key_cache"]
-        assert cache.shape is not None and cache.dtype is not None
+        assert cache.shape is not None
+        assert cache.dtype is not None
         fields: dict[str, object] = {
             "inputs": " ".join(given),
             "head_dim": cache.shape[3],

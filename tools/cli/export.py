@@ -13,6 +13,7 @@ from pagelet.models.cache import CACHE_TYPES
 from pagelet.models.certificate import load_certificate
 from pagelet.models.errors import InputError, PageletError
 from pagelet.models.manifest import Manifest, TensorEntry
+from pagelet.models.targets import TARGETS
 
 # As the exporter has them, which is imported only when it runs.
 CALIBRATION_TOKENS = 8_192
@@ -35,14 +36,15 @@ def add_parsers(commands: Any) -> None:
         help="inputs of a scale; default: the checkpoint's own if it has some, else 32, or all (fp8)",
     )
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--symmetric", action="store_true", help="int4: a scale per group")
+    form.add_argument("--symmetric", action="store_true", help="int4: a scale per group (default on GPUs)")
     form.add_argument(
-        "--asymmetric", action="store_true", help="int4: a scale and a minimum per group (default)"
+        "--asymmetric", action="store_true", help="int4: a scale and a minimum per group (default on the CPU)"
     )
     parser.add_argument(
         "--embedding",
-        choices=("int8", "int4"),
-        help="int4: bits of the embedding table and the head; default: int8",
+        choices=("int8", "int4", "fp16"),
+        help="int4: storage of the embedding table and the head; default: int8, or fp16 where the target has "
+        "no int8",
     )
     parser.add_argument(
         "--block-scales",
@@ -50,7 +52,25 @@ def add_parsers(commands: Any) -> None:
         help="fp8: a scale for each block of 128 outputs and 128 inputs",
     )
     _add_quantizer(parser)
-    parser.add_argument("--target", choices=("cpu",), default="cpu", help="default: %(default)s")
+    parser.add_argument(
+        "--target",
+        choices=tuple(TARGETS),
+        default="cpu",
+        help="; ".join(f"{row.name}: {row.title}" for row in TARGETS.values()) + ". Default: %(default)s",
+    )
+    parser.add_argument(
+        "--sm",
+        type=_sms,
+        default=(),
+        metavar="SM[,SM…]",
+        help="rtx, tensorrt: compute capabilities of the GPUs, 86,89,120 say; default: all that are served",
+    )
+    parser.add_argument(
+        "--activations",
+        choices=("f16", "bf16"),
+        default="f16",
+        help="GPU targets: type of what matrix products and attention read; default: %(default)s",
+    )
     parser.add_argument(
         "--kv",
         choices=tuple(CACHE_TYPES),
@@ -65,7 +85,7 @@ def add_parsers(commands: Any) -> None:
         help="only the first N layers, as a draft for the whole model (docs/speculation.md)",
     )
     parser.add_argument(
-        "--block-size", type=int, default=32, metavar="N", help="tokens of a KV block; default: 32"
+        "--block-size", type=int, metavar="N", help="tokens of a KV block; default: 32, for cuda 256"
     )
     _add_certificate(parser)
     parser.add_argument("--force", action="store_true", help="replace an existing bundle")
@@ -127,6 +147,14 @@ def _add_certificate(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _sms(text: str) -> tuple[int, ...]:
+    """ "86,89" or "8.6,8.9"."""
+    try:
+        return tuple(int(part.replace(".", "")) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} are no compute capabilities; write 86,89 say") from None
+
+
 def run(args: argparse.Namespace) -> None:
     _check(args)
     export, options_type, bar = _exporter()
@@ -135,15 +163,17 @@ def run(args: argparse.Namespace) -> None:
         adapter=args.adapter,
         weights=args.weights,
         group_size=args.group_size,
-        symmetric=args.symmetric,
+        symmetric=True if args.symmetric else False if args.asymmetric else None,
         block_scales=args.block_scales,
         quantizer=args.quantizer,
         bits_per_weight=args.bits_per_weight,
         calibration=args.calibration,
         calibration_tokens=CALIBRATION_TOKENS if args.calibration_tokens is None else args.calibration_tokens,
         desc_act=args.desc_act,
-        embedding=args.embedding or "int8",
+        embedding=args.embedding,
         target=args.target,
+        sms=args.sm,
+        activations=args.activations,
         cache_type=args.kv,
         max_context=args.max_context,
         layers=args.layers,
