@@ -203,7 +203,10 @@ class AttentionPlugins:
         host = self._host
         try:
             node = AttentionNode.from_fields(read_fields(collection))
-            return self.plugin_class(node, host, phase == self.trt.TensorRTPhase.BUILD)
+            building = phase == self.trt.TensorRTPhase.BUILD
+            if host.library is not None and not building:
+                host.library.load(node.variant)
+            return self.plugin_class(node, host, building)
         except Exception as error:
             host.record("create_plugin", error)
             raise

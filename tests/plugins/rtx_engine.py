@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 import numpy as np
-from onnx import ModelProto, TensorProto, helper, numpy_helper
+from onnx import ModelProto, TensorProto, helper
 
 from pagelet.plugins.tensorrt.host import PluginHost
 from pagelet.plugins.tensorrt.node import AttentionNode
