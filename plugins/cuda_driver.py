@@ -7,6 +7,7 @@ streams are valid in all of them. Every handle (pointer, stream, module, functio
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 _SUCCESS = 0
@@ -265,7 +266,8 @@ class Driver:
         """Give the context back; what was allocated in it must be freed before. Closing twice is fine."""
         if self._context is not None:
             self._context = None
-            self._call("cuDevicePrimaryCtxRelease", self._device)
+            with suppress(CudaError):  # a kernel's error destroyed it already
+                self._call("cuDevicePrimaryCtxRelease", self._device)
 
     def _attribute(self, name: str) -> int:
         attribute = getattr(self._cuda.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
