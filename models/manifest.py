@@ -95,9 +95,9 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         return {"format": FORMAT, **asdict(self), "version": VERSION}
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, name: str = MANIFEST_NAME) -> None:
         text = json.dumps(self.to_json(), indent=1, ensure_ascii=False)
-        (folder / MANIFEST_NAME).write_text(text + "\n", encoding="utf-8")
+        (folder / name).write_text(text + "\n", encoding="utf-8")
 
     @property
     def fingerprint(self) -> str:

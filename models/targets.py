@@ -100,7 +100,7 @@ class GpuSettings:
     engine_version: str = ""
     engine_sms: tuple[int, ...] = ()
     kernels: str = ""
-    max_sequences: int = 16
+    max_sequences: int = 32
     decode_tokens: int = 128
-    step_tokens: int = 1024
+    step_tokens: int = 512
     logits_rows: int = 256

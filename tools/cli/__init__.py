@@ -14,6 +14,7 @@ from pagelet.tools.cli.guard import guarded
 # command: the module that has it
 _COMMANDS = {
     "export": "export",
+    "build": "build",
     "generate": "generate",
     "chat": "chat",
     "plan": "plan",
@@ -38,7 +39,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     """The parser of all commands; of `command` alone where that is one, since each imports what it needs."""
     parser = argparse.ArgumentParser(
         prog="pagelet",
-        description="Exports models to compiled graphs with quantized weights, and runs them on any CPU.",
+        description="Exports models to compiled graphs with quantized weights, and runs them.",
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
