@@ -126,13 +126,14 @@ class EngineConfig:
         reject_unknown(values, (f.name for f in fields(cls)), "engine config", InputError)
         return cls(**values)
 
-    def cache_bytes(self, sequence_bytes: Callable[[int], int], model_context: int) -> int:
+    def cache_bytes(self, sequence_bytes: Callable[[int], int], model_context: int, free: int) -> int:
         """Bytes to spend on the KV cache, where a sequence of n tokens takes `sequence_bytes(n)`.
+
+        `free`: bytes of the memory that the cache will lie in.
 
         Raises:
             CapacityError: `kv_memory` is more than the memory that is free.
         """
-        free = available_memory()
         if self.kv_memory is None:
             context = min(model_context, self.max_context or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
             return min(DEFAULT_SEQUENCES * sequence_bytes(context), free // 4)

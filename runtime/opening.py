@@ -11,9 +11,15 @@ from pagelet.models.errors import BundleError, CancelledError, CapacityError
 from pagelet.models.manifest import Manifest, check_files, load_manifest
 from pagelet.models.text import Tokenizer
 from pagelet.runtime.backends.base import Backend
+from pagelet.runtime.backends.select import (
+    cache_memory,
+    cache_shape,
+    device_memory,
+    open_backend,
+    weights_bytes,
+)
 from pagelet.runtime.cache_layout import CacheShape
-from pagelet.runtime.config import EngineConfig, available_memory
-from pagelet.runtime.cores import physical_cores
+from pagelet.runtime.config import EngineConfig
 from pagelet.runtime.speculation.choice import lookups
 from pagelet.runtime.speculation.draft import DraftProposer
 from pagelet.runtime.speculation.pairing import check_pair
@@ -46,15 +52,8 @@ class _Model:
     shape: CacheShape
 
     def load(self, num_bytes: int, context: int, config: EngineConfig, max_rows: int) -> Backend:
-        from pagelet.runtime.backends.cpu import CpuBackend
-
-        return CpuBackend(
-            self.folder / self.manifest.graph,
-            self.manifest,
-            self.shape.layout(num_bytes, context),
-            threads=config.threads or physical_cores(),
-            max_rows=max_rows,
-        )
+        layout = self.shape.layout(num_bytes, context)
+        return open_backend(self.folder, self.manifest, layout, config, max_rows)
 
 
 def open_bundle(
@@ -100,14 +99,10 @@ def _checked(
     folder: Path, config: EngineConfig, verify: bool, report: Callable[[str, float], None]
 ) -> _Model:
     manifest = load_manifest(folder)
-    if manifest.target != "cpu":
-        raise BundleError(f"{folder} is for the target {manifest.target!r}; this runtime serves 'cpu'.")
     _check_files(folder, manifest, verify, report)
     if verify:
         _check_numbers(folder, manifest, config)
         report("verify", 1.0)
-    from pagelet.runtime.backends.cpu import cache_shape
-
     return _Model(folder, manifest, cache_shape(manifest, config.max_step_tokens))
 
 
@@ -121,7 +116,7 @@ def _budgets(target: _Model, draft: _Model | None, context: int, config: EngineC
     def sequence_bytes(num_tokens: int) -> int:
         return sum(model.shape.sequence_bytes(num_tokens) for model in models)
 
-    total = config.cache_bytes(sequence_bytes, context)
+    total = config.cache_bytes(sequence_bytes, context, cache_memory([model.manifest for model in models]))
     if draft is not None and total < sequence_bytes(1):
         raise CapacityError(
             f"{total} bytes are given to the KV cache, but one block of the target and one of the draft take "
@@ -138,8 +133,8 @@ def _budgets(target: _Model, draft: _Model | None, context: int, config: EngineC
 
 def _check_room(draft: _Model) -> None:
     """The target alone is let in beside what is free; a second model must not push it into swap."""
-    weights = sum(entry.bytes for entry in draft.manifest.files.values() if entry.weights)
-    if weights > (free := available_memory()):
+    weights, free = weights_bytes(draft.manifest), device_memory(draft.manifest)
+    if weights > free:
         raise CapacityError(
             f"the draft {draft.folder} has {weights} bytes of weights, but only {free} bytes of memory are "
             "free beside the target. Close other programs, or open without a draft."

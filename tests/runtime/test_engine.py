@@ -289,10 +289,10 @@ def test_sizes_and_the_default_pool() -> None:
     def of(tokens: int) -> int:
         return 100 * tokens
 
-    assert EngineConfig(kv_memory="1.5 MiB").cache_bytes(of, 4096) == 3 << 19
-    assert EngineConfig(kv_memory="2kb").cache_bytes(of, 4096) == 2000
-    assert EngineConfig(kv_memory="77").cache_bytes(of, 4096) == 77
-    assert EngineConfig().cache_bytes(of, 4096) == 4 * 4096 * 100
-    assert EngineConfig(max_context=16).cache_bytes(of, 4096) == 4 * 16 * 100
+    assert EngineConfig(kv_memory="1.5 MiB").cache_bytes(of, 4096, 1 << 30) == 3 << 19
+    assert EngineConfig(kv_memory="2kb").cache_bytes(of, 4096, 1 << 30) == 2000
+    assert EngineConfig(kv_memory="77").cache_bytes(of, 4096, 1 << 30) == 77
+    assert EngineConfig().cache_bytes(of, 4096, 1 << 30) == 4 * 4096 * 100
+    assert EngineConfig(max_context=16).cache_bytes(of, 4096, 1 << 30) == 4 * 16 * 100
     with pytest.raises(CapacityError, match="free"):
-        EngineConfig(kv_memory="16000GiB").cache_bytes(of, 4096)
+        EngineConfig(kv_memory="16000GiB").cache_bytes(of, 4096, 1 << 30)
