@@ -120,7 +120,7 @@ def attend(
             False,
         )
     low = full_begin - key_begin
-    for i in tl.range(0, low + key_end - full_end):
+    for i in tl.range(0, low + key_end - full_end, num_stages=1):
         t = tl.where(i < low, key_begin + i, full_end + i - low)
         key_row, position, exists = _locate(t, table, end, kv_head, KV_HEADS, BLOCK_SIZE, BLOCK_N, True)
         scores = _scores(
@@ -288,34 +288,31 @@ def _reduce(
     A value's scale multiplies its column of weights. They stay within float16: scales are at most 65504 / 127
     and times 64 here, or 65504 / 448 and times 256, which turns 1/256 of FP8 values into whole ones.
     """
-    codes = _load_codes(cache, rows, exists, HEAD_DIM, query.shape[1], MASKED)
     if MASKED:
         scores = tl.where(visible, scores, -float("inf"))
     new_peak = tl.maximum(peak, tl.max(scores, axis=1))
     base = tl.where(new_peak == -float("inf"), 0.0, new_peak)  # a row that saw nothing yet
     weights = tl.exp2(scores - base[:, None])
-    if CACHE == "f16":
-        values = codes
-        if MASKED:
-            # A value that one row sees may not reach another as 0 × NaN: what is not finite leaves the
-            # product, and makes the sum of weights of the rows that see it NaN.
-            broken = (codes.to(tl.int16, bitcast=True) & 0x7C00) == 0x7C00
-            values = tl.where(broken, 0.0, codes)
-            broken_key = tl.max(broken.to(tl.int32), axis=1) > 0
-            sums = tl.where(visible & broken_key[None, :], float("nan"), weights)
-        else:
-            sums = weights
-        scaled = weights
-    else:
-        values = decode_e4m3(codes) if CACHE == "fp8" else codes
-        sums = weights
-        factor: tl.constexpr = 256.0 if CACHE == "fp8" else 64.0
-        scaled = weights * (_load_scales(scales, rows, exists, MASKED) * factor)[None, :]
-        if MASKED:
-            scaled = tl.where(visible, scaled, 0.0)
     shrink = tl.exp2(peak - base)
+    attended *= shrink[:, None]
+    sums = weights
+    if CACHE != "f16":
+        factor: tl.constexpr = 256.0 if CACHE == "fp8" else 64.0
+        weights *= (_load_scales(scales, rows, exists, MASKED) * factor)[None, :]
+        if MASKED:
+            weights = tl.where(visible, weights, 0.0)
+    values = _load_codes(cache, rows, exists, HEAD_DIM, query.shape[1], MASKED)
+    if CACHE == "fp8":
+        values = decode_e4m3(values)
+    elif CACHE == "f16" and MASKED:
+        # A value that one row sees may not reach another as 0 × NaN: what is not finite leaves the product,
+        # and makes the sum of weights of the rows that see it NaN.
+        broken = (values.to(tl.int16, bitcast=True) & 0x7C00) == 0x7C00
+        values = tl.where(broken, 0.0, values)
+        broken_key = tl.max(broken.to(tl.int32), axis=1) > 0
+        sums = tl.where(visible & broken_key[None, :], float("nan"), sums)
     total = total * shrink + tl.sum(sums, axis=1)
-    attended = tl.dot(scaled.to(query.dtype), values.to(query.dtype), attended * shrink[:, None])
+    attended = tl.dot(weights.to(query.dtype), values.to(query.dtype), attended)
     return attended, new_peak, total
 
 

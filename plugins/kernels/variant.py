@@ -6,7 +6,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 ACTIVATIONS = {"f16": "fp16", "bf16": "bf16"}  # our name: Triton's
@@ -179,27 +179,36 @@ class Tile:
     stages: int
 
 
-# By the padded head size. They are bounded by registers (no spills, 255 of a thread) and by 99 KiB of shared
-# memory, what SM 86, 89 and 120 give a program.
+# By the padded head size: bounded by registers (255 for each thread, none spilled) and by 99 KiB of shared
+# memory, what SM 86, 89 and 120 give a program. A fifth stage lets keys and values be copied one tile ahead:
+# two go to the block table's entry that they wait for.
 _PREFILL = {
-    16: Tile(64, 64, 4, 2),
-    32: Tile(64, 64, 4, 2),
-    64: Tile(64, 64, 4, 2),
-    128: Tile(64, 64, 4, 2),
-    256: Tile(64, 32, 8, 2),
-    512: Tile(32, 16, 8, 2),
+    16: Tile(64, 32, 4, 5),
+    32: Tile(64, 32, 4, 5),
+    64: Tile(64, 32, 4, 5),
+    128: Tile(64, 32, 4, 5),
+    256: Tile(64, 16, 8, 5),
+    512: Tile(32, 16, 8, 3),
 }
-_DECODE_KEYS = {16: 64, 32: 64, 64: 64, 128: 64, 256: 32, 512: 16}
+_DECODE = {
+    16: Tile(32, 64, 4, 5),
+    32: Tile(32, 64, 4, 5),
+    64: Tile(32, 64, 4, 5),
+    128: Tile(32, 32, 4, 5),
+    256: Tile(32, 16, 4, 5),
+    512: Tile(32, 16, 8, 3),
+}
 
 
 def tile_of(variant: AttentionVariant, decode: bool) -> Tile:
     """The tile of a node's prefill or decode kernel."""
-    width = padded(variant.head_dim)
-    if not decode:
-        return _PREFILL[width]
-    # At least 5 tokens in 16 rows for small groups, 4 in 32 for the usual 4 to 8: a verification's rows
-    # then read the keys once or twice.
-    return Tile(16 if variant.group <= 3 else 32, _DECODE_KEYS[width], 4, 2)
+    tile = (_DECODE if decode else _PREFILL)[padded(variant.head_dim)]
+    # Decode holds at least 5 tokens in 16 rows for small groups, 4 in 32 for the usual 4 to 8: so the rows
+    # of a verification read the keys once or twice.
+    rows = 16 if decode and variant.group <= 3 else tile.rows
+    # In half a tile that fits into a block, one entry of the block table serves all keys.
+    fits = variant.block_size % tile.keys == 0 or variant.block_size % 32
+    return replace(tile, rows=rows, keys=tile.keys if fits else min(tile.keys, 32))
 
 
 def padded(size: int) -> int:
