@@ -13,11 +13,11 @@ NAN = float("nan")
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"weights": "int3"}, "weights is 'int3'; this version serves int4, int8, fp8, fp16, bf16, fp32."),
-    ({"embedding": "fp8"}, "embedding is 'fp8'; this version serves int8, int4."),
+    ({"embedding": "fp8"}, "embedding is 'fp8'; this version serves int8, int4, fp16."),
     ({"group_size": 48}, "group size is 48; this version serves 32, 64, 128."),
     ({"weights": "fp16", "group_size": 32}, "a group size belongs to int4, int8, fp8 weights, not to fp16"),
     ({"weights": "fp32", "group_size": 48}, "a group size belongs to int4, int8, fp8 weights, not to fp32"),
-    ({"target": "toaster"}, "target is 'toaster'; this version serves cpu."),
+    ({"target": "toaster"}, "target is 'toaster'; this version serves cpu, cuda, rtx, tensorrt."),
     ({"block_scales": True}, "scales of 128 × 128 blocks belong to fp8 weights alone."),
     ({"block_scales": True, "weights": "fp8", "group_size": 64}, "scales of 128 × 128 blocks"),
     ({"quantizer": "magic"}, "quantizer is 'magic'; this version serves rtn, awq, gptq, auto."),
@@ -33,7 +33,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         for quantizer in ("awq", "gptq")
         for weights in ("fp8", "fp16", "bf16", "fp32")
     ),
-    ({"calibration": TEXT}, "a calibration belongs to the quantizers awq, gptq and auto: name one of them."),
+    ({"calibration": TEXT}, "a calibration belongs to the quantizers awq, gptq and auto, and to fp8"),
     (
         {"quantizer": "gptq", "calibration_tokens": 1023},
         "calibration tokens is 1023; expected 1,024 to 1,048,576.",
@@ -69,7 +69,34 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), REFUSED)
+GPU_REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"target": "rtx", "symmetric": False}, "the target rtx has no zero points: int4 weights are symmetric"),
+    ({"target": "cuda", "symmetric": False}, "the target cuda has no zero points"),
+    (
+        {"target": "rtx", "weights": "int8"},
+        "the target rtx has no int8 weights; it serves int4, fp8, fp16, bf16.",
+    ),
+    ({"target": "cuda", "weights": "fp8"}, "the target cuda has no fp8 weights"),
+    ({"target": "rtx", "cache_type": "f32"}, "the target rtx has no f32 cache; it serves f16, int8, fp8."),
+    ({"target": "rtx", "embedding": "int8"}, "the target rtx has no int8 table: take fp16 or int4."),
+    ({"target": "rtx", "weights": "fp8", "sms": (86, 89)}, "fp8 weights need SM 89 or newer; asked for 86."),
+    (
+        {"target": "rtx", "sms": (87,)},
+        "SM of the target rtx is 87; this version serves 80, 86, 89, 120, 121.",
+    ),
+    ({"target": "tensorrt", "sms": (75,)}, "SM of the target tensorrt is 75"),
+    ({"target": "cuda", "sms": (89,)}, "the target cuda is not made for single GPUs: leave --sm out."),
+    ({"sms": (89,)}, "the target cpu is not made for single GPUs"),
+    ({"activations": "bf16"}, "activations are a choice of GPU targets"),
+    ({"target": "rtx", "activations": "f8"}, "activations is 'f8'; this version serves f16, bf16."),
+    ({"target": "rtx", "weights": "fp8", "block_scales": True}, "one scale per output of fp8 weights"),
+    ({"target": "rtx", "weights": "fp8", "group_size": 64}, "one scale per output of fp8 weights"),
+    ({"target": "rtx", "block_size": 24}, "takes multiples of 16 and a power of two."),
+    ({"target": "cuda", "block_size": 32}, "block size is 32; the target cuda takes multiples of 256."),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED + GPU_REFUSED)
 def test_what_is_refused_and_how(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError) as refusal:
         ExportOptions(**options)
@@ -107,3 +134,20 @@ def test_defaults_that_depend_on_the_weights() -> None:
         True,
         True,
     ]
+
+
+def test_gpu_targets_have_defaults_of_their_own() -> None:
+    rtx = ExportOptions(target="rtx")
+    assert (rtx.is_symmetric, rtx.tables, rtx.tokens_per_block) == (True, "fp16", 32)
+    assert rtx.device_sms == (80, 86, 89, 120, 121)
+    assert ExportOptions(target="rtx", weights="fp8").device_sms == (89, 120, 121)
+    assert ExportOptions(target="rtx", sms=(120, 89, 89)).device_sms == (89, 120)
+    cuda = ExportOptions(target="cuda")
+    assert (cuda.is_symmetric, cuda.tables, cuda.tokens_per_block, cuda.device_sms) == (True, "int8", 256, ())
+    cpu = ExportOptions()
+    assert (cpu.is_symmetric, cpu.tables, cpu.tokens_per_block, cpu.device_sms) == (False, "int8", 32, ())
+
+
+@pytest.mark.parametrize(("weights", "expected"), [("fp16", "f16"), ("bf16", "bf16"), ("int4", "bf16")])
+def test_weights_of_16_bits_are_of_the_activations_type(weights: str, expected: str) -> None:
+    assert ExportOptions(target="rtx", weights=weights, activations="bf16").activation_type == expected

@@ -78,6 +78,7 @@ OLD_SPEC = {
 @pytest.mark.parametrize("version", [2, 3])
 def test_older_manifests_describe_all_layers_at_once(version: int, bundle: Path) -> None:
     edit(bundle, lambda data: data.update(version=version, spec=OLD_SPEC))
+    edit(bundle, lambda data: data.pop("gpu"))
     if version == 2:
         edit(bundle, lambda data: data.pop("certificate"))
     manifest = load_manifest(bundle)
@@ -88,6 +89,7 @@ def test_older_manifests_describe_all_layers_at_once(version: int, bundle: Path)
 def test_older_manifests_with_windows_and_biases(bundle: Path) -> None:
     old = OLD_SPEC | {"layer_windows": [16, 0], "attention_bias": True}
     edit(bundle, lambda data: data.update(version=3, spec=old))
+    edit(bundle, lambda data: data.pop("gpu"))
     spec = load_manifest(bundle).spec
     assert [layer.window for layer in spec.layers] == [16, 0]
     assert spec.attention.bias
@@ -153,11 +155,22 @@ def test_a_link_out_of_the_folder(bundle: Path, tmp_path_factory: pytest.TempPat
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda data: data.update(version=5), "version 5; this pagelet reads versions 2 to 4: update"),
+        (lambda data: data.update(version=6), "version 6; this pagelet reads versions 2 to 5: update"),
         (
             lambda data: data.update(version=1),
-            "version 1; this pagelet reads versions 2 to 4: export it again",
+            "version 1; this pagelet reads versions 2 to 5: export it again",
         ),
+        (lambda data: data.update(version=4), "unknown key 'gpu'"),
+        (
+            lambda data: data.update(target="toaster"),
+            "target is 'toaster'; this pagelet knows cpu, cuda, rtx",
+        ),
+        (lambda data: data.update(target="rtx"), "settings of a GPU do not go with the target 'rtx'"),
+        (lambda data: data.update(gpu={}), "settings of a GPU do not go with the target 'cpu'"),
+        (lambda data: data.update(target="rtx", gpu={"engine": "e"}), "engine 'e' is not among its files"),
+        (lambda data: data.update(target="rtx", gpu={"kernels": "../k"}), "'../k' leaves the bundle"),
+        (lambda data: data.update(target="rtx", gpu={"max_sequences": 0}), "are out of range"),
+        (lambda data: data.update(target="rtx", gpu={"activations": "f8"}), "are out of range"),
         (lambda data: data.update(version=2), "unknown key 'certificate'"),
         (lambda data: data.update(certificate="x.json"), "certificate 'x.json' is not among its files"),
         (lambda data: data.update(version=0), "export it again"),

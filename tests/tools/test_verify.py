@@ -37,7 +37,7 @@ def to_version_2(bundle: Path) -> None:
     data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     data["version"] = 2
     data["spec"] = old_spec(data["spec"])
-    del data["certificate"]
+    del data["certificate"], data["gpu"]
     path.write_text(json.dumps(data), encoding="utf-8")
 
 
