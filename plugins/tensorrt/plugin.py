@@ -1,10 +1,10 @@
 """The attention plugin: an `IPluginV3` and its creator, over the module ``tensorrt`` or ``tensorrt_rtx``.
 
 Works with TensorRT from 10.3 (the first with plugins that write their inputs, `IPluginV3OneBuildV2`) and
-TensorRT-RTX from 1.7. What TensorRT does when a callback raises was tried with the latter: most make parsing
-or building fail; `get_aliased_input`, `get_workspace_size` and `get_fields_to_serialize` are ignored, and an
-error of `clone` or `get_capability_interface` ends the process. So all is checked when a plugin is created,
-these five have nothing left that can fail, and every error is kept by the `PluginHost`.
+TensorRT-RTX from 1.7. What TensorRT does when a callback raises was tried with the latter: an error of most
+makes parsing or building fail; one of `get_aliased_input`, `get_workspace_size` or `get_fields_to_serialize`
+is passed over; one of `clone` or `get_capability_interface` ends the process. So what these return is made
+when a plugin is created, or asked for in `configure_plugin` too, and the `PluginHost` keeps every error.
 """
 
 from __future__ import annotations

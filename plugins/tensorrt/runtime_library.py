@@ -13,6 +13,7 @@ import atexit
 import ctypes
 import importlib
 import importlib.util
+import os
 import shlex
 import shutil
 import sys
@@ -61,7 +62,7 @@ def _prepare_rtx_parser() -> None:
     if (folder / _CORE).exists() or core is None or parser is None:
         return
     if _is_loaded(parser):
-        if _linked_parser == parser:
+        if _linked_parser == parser or _is_found_by_name(_CORE):
             return
         raise TensorRTError(
             f"{_RTX} was imported before pagelet could prepare it, and {folder} lacks {_CORE}, without which "
@@ -94,6 +95,15 @@ def _versioned(folder: Path, name: str) -> Path | None:
     """The file ``name.1`` (``.2``, …) in a folder, as the wheel has it; ``None`` if there is not one."""
     found = sorted(path for path in folder.glob(f"{name}.*") if path.is_file())
     return found[0].resolve() if len(found) == 1 else None
+
+
+def _is_found_by_name(library: str) -> bool:
+    """Whether the loader takes the bare name for a loaded library: ``LD_LIBRARY_PATH`` can make it so."""
+    try:
+        ctypes.CDLL(library, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    except OSError:
+        return False
+    return True
 
 
 def _is_loaded(library: Path) -> bool:

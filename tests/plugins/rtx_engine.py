@@ -1,12 +1,13 @@
-"""Builds a real TensorRT-RTX engine of two attention layers: the first writes a cache, the second reads it too.
+"""Builds a real TensorRT-RTX engine of two attention layers: one writes a cache, the other reads it too.
 
-Run as a program, in a process of its own, since an error in a plugin may end it: takes the fields of the first
-node and the GPUs as JSON, prints what was parsed and built as JSON on its last line.
+Run as a program, in a process of its own, since an error in a plugin may end it: takes the fields of the
+first node and the GPUs as JSON, prints what was parsed and built as JSON on its last line.
 """
 
 from __future__ import annotations
 
 import json
+import resource
 import sys
 from typing import Any
 
@@ -15,7 +16,7 @@ from onnx import ModelProto, TensorProto, helper
 
 from pagelet.plugins.tensorrt.host import PluginHost
 from pagelet.plugins.tensorrt.node import AttentionNode
-from pagelet.plugins.tensorrt.plugin import attention_plugins
+from pagelet.plugins.tensorrt.plugin import attention_plugins, read_fields
 from pagelet.plugins.tensorrt.runtime_library import import_tensorrt
 
 TYPES = {
@@ -95,65 +96,76 @@ def _attention(inputs: list[str], outputs: list[str], fields: dict[str, Any]) ->
     return node
 
 
-def build(fields: dict[str, Any], sms: list[int]) -> dict[str, Any]:
-    trt = import_tensorrt("tensorrt_rtx")
-    node = AttentionNode.from_fields(fields)
-    host = PluginHost()
-    plugins = attention_plugins(trt)
-    logger = trt.Logger(trt.Logger.ERROR)
-    builder = trt.Builder(logger)
+def parse(trt: Any, node: AttentionNode, host: PluginHost, builder: Any, logger: Any) -> Any:
+    """The network of the graph."""
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, logger)
-    with plugins.hosting(host):
+    with attention_plugins(trt).hosting(host):
         parsed = parser.parse(graph(node).SerializeToString())
     assert parsed, [str(parser.get_error(index)) for index in range(parser.num_errors)]
+    return network
+
+
+def configure(
+    trt: Any, node: AttentionNode, builder: Any, network: Any, sms: list[int], aliased: bool
+) -> Any:
+    """A configuration with one profile: up to 16 rows of 4 sequences."""
     config = builder.create_builder_config()
-    config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
+    config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, aliased)
     config.num_compute_capabilities = len(sms)
     for index, sm in enumerate(sms):
         config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm}"), index)
-    sizes = {
-        "tokens": 16,
-        "sequences": 4,
-        "sequences_plus_1": 5,
-        "blocks": 9,
-        "width": 3,
-        "mask_rows": 16,
-        "words": 1,
-    }
+    most = {"tokens": 16, "sequences": 4, "sequences_plus_1": 5, "blocks": 9, "width": 3}
+    most |= {"mask_rows": 16, "words": 1}
     profile = builder.create_optimization_profile()
     for index in range(network.num_inputs):
         tensor = network.get_input(index)
         if -1 in tensor.shape:
-            most = [sizes[d] if isinstance(d, str) else d for d in dims(node, tensor.name)]
-            least = [
-                0 if d in ("mask_rows",) else 1 if isinstance(d, str) else d for d in dims(node, tensor.name)
+            high = [most[size] if isinstance(size, str) else size for size in dims(node, tensor.name)]
+            low = [
+                size if isinstance(size, int) else int(size != "mask_rows")
+                for size in dims(node, tensor.name)
             ]
-            profile.set_shape(tensor.name, least, most, most)
+            profile.set_shape(tensor.name, low, high, high)
     config.add_optimization_profile(profile)
-    engine = builder.build_serialized_network(network, config)
-    host.check()
-    layers = [network.get_layer(index) for index in range(network.num_layers)]
+    return config
+
+
+def describe(trt: Any, network: Any) -> dict[str, Any]:
+    def layer(index: int) -> dict[str, Any]:
+        found = network.get_layer(index)
+        outputs = [found.get_output(each) for each in range(found.num_outputs)]
+        described = {
+            "type": found.type.name,
+            "inputs": [found.get_input(each).name for each in range(found.num_inputs)],
+            "outputs": [[each.name, each.dtype.name, list(each.shape)] for each in outputs],
+        }
+        if found.type == trt.LayerType.PLUGIN_V3:
+            found.__class__ = trt.IPluginV3Layer
+            described["aliases"] = [found.plugin.get_aliased_input(each) for each in range(len(outputs))]
+            described["fields"] = read_fields(found.plugin.get_fields_to_serialize())
+        return described
+
     return {
-        "layers": [
-            {
-                "type": layer.type.name,
-                "inputs": [layer.get_input(index).name for index in range(layer.num_inputs)],
-                "outputs": [
-                    [
-                        layer.get_output(index).name,
-                        layer.get_output(index).dtype.name,
-                        list(layer.get_output(index).shape),
-                    ]
-                    for index in range(layer.num_outputs)
-                ],
-            }
-            for layer in layers
-        ],
+        "layers": [layer(index) for index in range(network.num_layers)],
         "inputs": [network.get_input(index).name for index in range(network.num_inputs)],
         "outputs": [network.get_output(index).name for index in range(network.num_outputs)],
-        "bytes": 0 if engine is None else engine.nbytes,
     }
+
+
+def build(fields: dict[str, Any], sms: list[int], aliased: bool = True) -> dict[str, Any]:
+    trt = import_tensorrt("tensorrt_rtx")
+    node, host = AttentionNode.from_fields(fields), PluginHost()
+    logger = trt.Logger(trt.Logger.ERROR)
+    builder = trt.Builder(logger)
+    network = parse(trt, node, host, builder, logger)
+    description = describe(trt, network)
+    engine = builder.build_serialized_network(network, configure(trt, node, builder, network, sms, aliased))
+    host.check()
+    content = b"" if engine is None else bytes(engine)
+    holds_fields = all(str(value).encode() in content for value in fields.values() if isinstance(value, str))
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    return description | {"bytes": len(content), "holds_fields": holds_fields, "peak_mib": memory}
 
 
 if __name__ == "__main__":
