@@ -78,6 +78,15 @@ TARGETS = {
 }
 
 
+MOST_WORKSPACE = 1 << 30
+"""Bytes that a layer of an engine may use beside its inputs and outputs, by default."""
+
+
+def build_bytes(weights: int, workspace: int = MOST_WORKSPACE) -> int:
+    """About what building an engine takes: TensorRT holds the weights as parsed, and as it writes them."""
+    return 2 * weights + workspace
+
+
 @dataclass(frozen=True)
 class GpuSettings:
     """What a bundle for a GPU has beside its graph.

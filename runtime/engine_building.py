@@ -7,7 +7,7 @@ from pathlib import Path
 from pagelet.models.engine_profiles import engine_profiles
 from pagelet.models.errors import BackendError, BundleError, CapacityError, InputError
 from pagelet.models.manifest import MANIFEST_NAME, FileEntry, Manifest, check_files, hash_file, load_manifest
-from pagelet.models.targets import FIRST_FP8_SM, RTX_SMS, GpuSettings
+from pagelet.models.targets import FIRST_FP8_SM, MOST_WORKSPACE, RTX_SMS, GpuSettings, build_bytes
 from pagelet.plugins.tensorrt.build import (
     PACKAGES,
     BuiltEngine,
@@ -21,9 +21,6 @@ from pagelet.plugins.tensorrt.runtime_library import import_tensorrt
 from pagelet.runtime.config import available_memory
 
 ENGINE_NAME, TIMING_NAME = "model.engine", "model.timing"
-_MOST_WORKSPACE = 1 << 30
-# TensorRT holds the parsed weights, and a second time while it writes the engine.
-_COPIES = 2
 
 
 def build_bundle(
@@ -100,12 +97,12 @@ def _version(target: str) -> str:
 def _workspace(folder: Path, manifest: Manifest, asked: int | None) -> int:
     """Bytes; with the weights they must fit into what is free."""
     free = available_memory()
-    workspace = min(free // 4, _MOST_WORKSPACE) if asked is None else asked
+    workspace = min(free // 4, MOST_WORKSPACE) if asked is None else asked
     weights = sum(entry.bytes for entry in _sources(manifest).values() if entry.weights)
-    if (needed := _COPIES * weights + workspace) > free:
+    if (needed := build_bytes(weights, workspace)) > free:
         raise CapacityError(
-            f"building the engine of {folder} takes about {needed} bytes ({_COPIES} × {weights} of weights, "
-            f"{workspace} of workspace), but only {free} are free. Close other programs, lower --workspace, "
+            f"building the engine of {folder} takes about {needed} bytes ({weights} of weights, "
+            f"twice, and {workspace} of workspace), but only {free} are free. Close other programs, lower --workspace, "
             "or export a smaller model."
         )
     return workspace

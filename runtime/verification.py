@@ -27,6 +27,7 @@ from pagelet.plugins.native import kernel_arithmetic
 from pagelet.plugins.whole_graph import CacheArrays, WholeGraph
 from pagelet.runtime.backends.base import Float32Array
 from pagelet.runtime.cores import CORES, physical_cores
+from pagelet.runtime.device_replay import replay_on_device
 
 Float64Array = NDArray[np.float64]
 Status = Literal["match", "drift", "broken", "unproven"]
@@ -106,17 +107,25 @@ def replay(folder: Path, manifest: Manifest, threads: int | None = None) -> Veri
     """Run the golden prompts of a bundle whose files are as the manifest says; None: the physical cores.
 
     Raises:
-        BundleError: the certificate is damaged, or the graph is not one that it could be of.
-        BackendError: ONNX Runtime or the op library is missing.
+        BundleError: the certificate is damaged, or the graph is not one that it could be of; or the bundle is
+            for another device.
+        BackendError: ONNX Runtime or the op library, or the bundle's device, is missing.
     """
     start = perf_counter()
     certificate = load_certificate(folder, manifest)
     if certificate is None:
         return Verification("unproven")
-    replayed = list(_replay(folder, manifest, certificate, threads or physical_cores()))
-    here = kernel_arithmetic()
+    if manifest.gpu is None:
+        here, names = kernel_arithmetic(), (*point_names(manifest.spec.num_layers), "head")
+        replayed = list(_replay(folder, manifest, certificate, threads or physical_cores()))
+    else:  # its layers cannot be looked into
+        here, names = manifest.gpu.engine_version or "ONNX Runtime on CUDA", ("head",)
+        nothing = np.empty((0, 0, 0), np.float32)
+        replayed = [
+            _Replayed(prompt, nothing, nothing, logits)
+            for prompt, logits in replay_on_device(folder, manifest, certificate)
+        ]
     same = here == certificate.arithmetic
-    names = (*point_names(manifest.spec.num_layers), "head")
     deviations = {name: max(_deviation(run, point) for run in replayed) for point, name in enumerate(names)}
     if same and not all(_same_logits(run) for run in replayed):
         deviations["head"] = max(deviations["head"], float(np.finfo(np.float32).tiny))
@@ -136,7 +145,9 @@ def replay(folder: Path, manifest: Manifest, threads: int | None = None) -> Veri
 
 
 def _tolerances(manifest: Manifest) -> Float64Array:
-    """Of each point and the head."""
+    """Of each point and the head; of a GPU's bundle the head alone."""
+    if manifest.gpu is not None:
+        return np.array([ROUNDED_TOLERANCE[1]])  # its activations are rounded to 16 bits or fewer
     rounded = manifest.quantization.weights in ("int4", "int8") or manifest.cache_type in ("int8", "fp8")
     first, last = ROUNDED_TOLERANCE if rounded else FLOAT_TOLERANCE
     return np.linspace(first, last, 2 * manifest.spec.num_layers + 2)

@@ -23,7 +23,7 @@ _FORMATS: dict[str, LinearFormat | FloatFormat] = {
     "bf16": FloatFormat("bf16"),
     "fp32": FloatFormat("f32"),
 }
-_TABLES = {"int4": "int8", "int4-symmetric": "int8", "fp8": "fp16"}  # the exporter's default
+_TABLES = {"int4": "int8", "int4-symmetric": "int8", "fp8": "fp16"}  # the exporter's default on the CPU
 WEIGHT_TYPES = tuple(_FORMATS)
 
 
