@@ -10,6 +10,7 @@ from pagelet.models.config import spec_from_config
 from pagelet.models.errors import CheckpointError, InputError
 from pagelet.models.manifest import MANIFEST_NAME, load_manifest
 from pagelet.models.spec import ModelSpec
+from pagelet.models.targets import TARGETS
 from pagelet.models.wrapped_config import text_config
 from pagelet.runtime.config import parse_size
 from pagelet.tools.cli import common
@@ -26,6 +27,9 @@ def add_parsers(commands: Any) -> None:
     own = "default: a bundle's own; of a checkpoint "
     parser.add_argument("--weights", choices=WEIGHT_TYPES, help=own + "int4")
     parser.add_argument("--kv", choices=sorted(CACHE_TYPES), help="cache type; " + own + "f16")
+    parser.add_argument(
+        "--target", choices=tuple(TARGETS), help="what it is exported for; default: a bundle's own, else cpu"
+    )
     parser.add_argument("--context", type=int, metavar="N", help="tokens of a sequence; default: the model's")
     parser.add_argument("--sequences", type=int, default=1, metavar="M", help="at once; default: 1")
     parser.add_argument(
@@ -46,6 +50,8 @@ def run(args: argparse.Namespace) -> None:
     if draft:
         _check_draft(draft.spec, spec, args.context)
     weights, cache_type = _own_types(args.source)
+    target = args.target or _own_target(args.source)
+    _check_types(target, args.weights or weights, args.kv or cache_type)
     made = plan(
         spec,
         device.usable if device else parse_size(args.memory, "--memory"),
@@ -55,6 +61,7 @@ def run(args: argparse.Namespace) -> None:
         sequences=args.sequences,
         bandwidth=device.bandwidth if device else None,
         draft=draft,
+        target=target,
     )
     print(
         json.dumps(made.to_json(), indent=1) if args.json else _table(made, device.title if device else None)
@@ -83,6 +90,17 @@ def _own_types(source: Path) -> tuple[str, str]:
         return "int4", "f16"
     manifest = load_manifest(source)
     return manifest.quantization.weights, manifest.cache_type
+
+
+def _own_target(source: Path) -> str:
+    return load_manifest(source).target if (source / MANIFEST_NAME).is_file() else "cpu"
+
+
+def _check_types(target: str, weights: str, cache_type: str) -> None:
+    row = TARGETS[target]
+    for what, found, known in (("weights", weights, row.weights), ("cache", cache_type, row.caches)):
+        if found.removesuffix("-symmetric") not in known:
+            raise InputError(f"the target {target} has no {found} {what}; it serves {', '.join(known)}.")
 
 
 def read_spec(source: Path) -> ModelSpec:
@@ -123,6 +141,10 @@ def _table(made: Plan, device: str | None) -> str:
         ("needs", f"{_gib(made.needed)}: {'fits' if made.fits else 'does NOT fit'}"),
         ("at most", f"{made.max_tokens:,} tokens of cache, {made.max_sequences} × {made.context:,}"),
     ]
+    if made.build_bytes:
+        rows.append(
+            ("building the engine", f"about {_gib(made.build_bytes)}, once, before the cache is there")
+        )
     if made.decode_tokens_per_second is not None:
         rows.append(("decode, upper bound", f"{made.decode_tokens_per_second:,.0f} tokens/s in all"))
     return common.table(rows)
