@@ -149,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--every", action="store_true", help="every cache and activation for every head size")
     parser.add_argument(
-        "--jobs", type=int, default=os.cpu_count(), help="processes that compile side by side"
+        "--jobs", type=_positive, default=os.cpu_count(), help="processes that compile side by side"
     )
     parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")
     return parser
