@@ -133,6 +133,8 @@ class FakeCuda:
         """A view of allocated device memory."""
         num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
         self._check_device(address, num_bytes)
+        if not num_bytes:
+            return np.empty(shape, dtype)
         memory = (ctypes.c_uint8 * num_bytes).from_address(address)
         return np.frombuffer(memory, np.uint8).view(dtype).reshape(shape)
 

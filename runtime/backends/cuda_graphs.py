@@ -36,9 +36,19 @@ def bucket(count: int, most: int) -> int:
 
 
 def table_width(batch: StepBatch, block_size: int, most: int) -> int:
-    """Blocks of a table that all sequences of a batch fit into: few widths, at most `most`."""
-    tokens = batch.past_seqlens + np.diff(batch.cumulative_sequence_length)
-    return bucket(max(-(-int(tokens.max()) // block_size), min(_LEAST_WIDTH, most)), most)
+    """Blocks of a table that all sequences of a batch fit into: few widths, at most `most`.
+
+    Raises:
+        BackendError: a sequence is longer than that.
+    """
+    tokens = int((batch.past_seqlens + np.diff(batch.cumulative_sequence_length)).max())
+    needed = -(-tokens // block_size)
+    if needed > most:
+        raise BackendError(
+            f"a step has a sequence of {tokens} tokens; the engine takes at most {most * block_size}. "
+            "The engine was opened for shorter ones: this is a bug in pagelet."
+        )
+    return bucket(max(needed, min(_LEAST_WIDTH, most)), most)
 
 
 @dataclass

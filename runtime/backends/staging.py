@@ -18,7 +18,7 @@ Shape = tuple[int, ...]
 
 _INT64 = ("input_ids", "position_ids", "logits_indices")
 # A step without trees. TensorRT refuses a null pointer, not a tensor without elements.
-NO_TREES: Shape = (0, 1)
+NO_TREES: Shape = (0, 0)
 
 
 def step_shapes(
