@@ -8,6 +8,7 @@ registers and spills is of the very cubin that is shipped.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,9 +21,6 @@ from triton.backends.nvidia.compiler import ptx_get_version, sm_arch_from_capabi
 from triton.compiler import ASTSource, make_backend
 
 from pagelet.plugins.kernels.assembler import Assembler, KernelCompileError, assembler_for
-from pagelet.plugins.kernels.attention import attend
-from pagelet.plugins.kernels.merge import merge
-from pagelet.plugins.kernels.prepare import prepare
 from pagelet.plugins.kernels.records import TABLE, CubinRecord, KernelRecord, KernelTable
 from pagelet.plugins.kernels.variant import AttentionVariant, KernelSpec
 
@@ -32,7 +30,6 @@ _SHARED = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 110: 227, 120: 99, 121: 99
 SMS = tuple(_SHARED)
 HIDDEN_POINTERS = 2  # Triton's scratch memory, global and for profiling: behind the arguments, null for us
 
-_FUNCTIONS = {"prepare": prepare, "attend": attend, "merge": merge}
 _ALIGNED = [["tt.divisibility", 16]]  # of each pointer: what lets Triton load 16 bytes at once
 
 Progress = Callable[[int, int], None]
@@ -136,7 +133,7 @@ def _ptx(spec: KernelSpec, sm: int, version: int) -> tuple[str, int]:
 
 
 def _source(spec: KernelSpec) -> ASTSource:
-    function = _FUNCTIONS[spec.function]
+    function = getattr(importlib.import_module(spec.module), spec.function)
     if not isinstance(function, triton.JITFunction):
         raise KernelCompileError(
             "Triton was imported with TRITON_INTERPRET set, which compiles nothing: unset it"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreted_kernels import in_own_process
 
 from pagelet.plugins.cuda_driver import CudaError
 from pagelet.plugins.kernels.launch_plan import Offset, Shapes, Workspace, plan
@@ -184,6 +185,10 @@ def test_misaligned_tensors_are_named(folder: Path) -> None:
     with pytest.raises(KernelLibraryError, match="not aligned to 16 bytes: block_table, workspace"):
         library.run(VARIANT, DECODE, TENSORS | {"block_table": 4104}, WORKSPACE + 8, STREAM)
     assert not driver.launches
+
+
+def test_a_driver_of_paper_computes_what_the_reference_does() -> None:
+    in_own_process(str(Path(__file__).with_name("interpreted_library.py")))
 
 
 # What is refused
