@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fake_cuda import FakeCuda
 from interpreted_kernels import TOLERANCE, TORCH_TYPES, compare_caches, rounded, variant_of
-from test_attention_trees import BINARY, tree_step, world_of
+from test_attention_trees import tree_step, world_of
 
 from pagelet.plugins.cuda_driver import Driver
 from pagelet.plugins.kernels.launch_plan import Shapes, workspace_bytes
@@ -121,9 +121,13 @@ def compare(folder: Path, world: Any, step: Any, caches: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "spans", [[(0, 40, 57), (1, 0, 3)], [(0, 150, 151), (1, 37, 41)]], ids=["prefill", "decode"]
+    ("spans", "cache_type", "packed"),
+    [
+        ([(0, 20, 29), (1, 0, 3)], "f16", True),
+        ([(0, 70, 71), (1, 37, 40)], "int8", False),
+        ([(0, 70, 71), (1, 37, 40)], "fp8", True),
+    ],
 )
-@pytest.mark.parametrize(("cache_type", "packed"), [("f16", True), ("int8", False), ("fp8", True)])
 def test_a_step(
     make_layer: Any, make_world: Any, tmp_path: Path, spans: list[Any], cache_type: str, packed: bool
 ) -> None:
@@ -135,7 +139,7 @@ def test_a_step(
 
 def test_a_tree(make_layer: Any, make_world: Any, tmp_path: Path) -> None:
     layer = make_layer(head_size=32, num_heads=4, kv_num_heads=2, cache_type="int8", trees=True)
-    forest, pasts = [BINARY, [-1, 0]], [33, 5]
+    forest, pasts = [[-1, 0, 0, 1, 1], [-1, 0]], [33, 5]
     world = world_of(make_world, layer, pasts, forest, seed=3)
     world.qkv = [rounded(rows, "f16") for rows in world.qkv]
     compare(tmp_path, world, tree_step(world, pasts, forest), world.with_past(pasts))
