@@ -55,6 +55,9 @@ def _session_options(threads: int) -> SessionOptions:
     options.log_severity_level = 3
     # Threads spin within a step, where work follows at once, and sleep between steps.
     options.add_session_config_entry("session.force_spinning_stop", "1")
+    # Graphs of other targets have DequantizeLinear before MatMul. ONNX Runtime makes one product of the two,
+    # and would round its activations to INT8; 1: float32.
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
     register_ops(options)
     return options
 

@@ -22,7 +22,8 @@ LOWERED_NAME = "model.data"
 """The weights file of GPU targets."""
 TABLE = ".table"
 """Behind a module's name: the table that rows are gathered from."""
-_ACTIVATIONS = {"f16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
+# "f32" rounds nothing: the same graph, to tell what the roundings of the others do.
+_ACTIVATIONS = {"f16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16, "f32": ir.DataType.FLOAT}
 ATTENTION_INPUTS = (
     "query", "key", "value", "key_cache", "value_cache", "cumulative_sequence_length", "past_seqlens",
     "block_table", "cos_cache", "sin_cache", "key_scale_cache", "value_scale_cache", "position_ids",
@@ -53,19 +54,40 @@ class GpuBuilder(GraphBuilder):
         self.emulated = emulated
         self.activations = activations
         self.activation_type = _ACTIVATIONS[activations]
+        # ONNX Runtime multiplies no bfloat16 on the CPU: there its numbers are held in float32.
+        self._held_in_float32 = emulated and activations == "bf16"
         self._halves: dict[ir.Value, ir.Value] = {}  # by the float32 value of the same numbers
         self._normed: dict[tuple[ir.Value, str], ir.Value] = {}
 
     def half(self, x: ir.Value) -> ir.Value:
         """x, float32, rounded to the activations' type."""
+        if self.activation_type == ir.DataType.FLOAT:
+            return x
         if x not in self._halves:
-            name = f"{x.name}/half"
-            self._halves[x] = self.op("Cast", [x], name=name, to=int(self.activation_type))
+            self._halves[x] = self.round(x, f"{x.name}/half")
         return self._halves[x]
+
+    def round(self, x: ir.Value, name: str) -> ir.Value:
+        """A node, or two of them, that rounds."""
+        rounded = self.op("Cast", [x], name=name, to=int(self.activation_type))
+        return self.as_float32(rounded, name + "/held") if self._held_in_float32 else rounded
+
+    def as_float32(self, x: ir.Value, name: str) -> ir.Value:
+        return self.op("Cast", [x], name=name, to=int(ir.DataType.FLOAT))
+
+    def operand(self, weight: ir.Value) -> ir.Value:
+        """A stored tensor of the activations' type, for a product."""
+        return self.as_float32(weight, f"{weight.name}/held") if self._held_in_float32 else weight
 
     def full(self, x: ir.Value, name: str) -> ir.Value:
         """x, of the activations' type, as float32."""
-        value = self.op("Cast", [x], name=name, to=int(ir.DataType.FLOAT))
+        if self.activation_type == ir.DataType.FLOAT:
+            return self.renamed(x, name)
+        if self._held_in_float32:
+            value = self.renamed(self.round(x, name + "/rounded"), name)
+            self._halves[value] = value
+            return value
+        value = self.as_float32(x, name)
         self._halves[value] = x
         return value
 
@@ -99,11 +121,11 @@ class GpuBuilder(GraphBuilder):
 
     def embedding(self, ids: ir.Value, module: str = "embedding") -> ir.Value:
         rows = self.op("Gather", [self.vector(module + TABLE), ids], name=path(module) + "/rows", axis=0)
-        return self.full(rows, path(module))
+        return self.as_float32(rows, path(module))
 
     def plain_product(self, x: ir.Value, module: str, name: str) -> ir.Value:
         """With a weight of the activations' type, [out, in]."""
-        weight = self.stored(self.weights.linears[module].weight)
+        weight = self.operand(self.stored(self.weights.linears[module].weight))
         return self.op("Gemm", [self.half(x), weight], name=name, transB=1)
 
     def attention(
@@ -153,6 +175,8 @@ class GpuBuilder(GraphBuilder):
     def _rounded(self, x: ir.Value) -> ir.Value:
         half = self.half(x)
         producer = x.producer()
+        if half is x:
+            return x
         if producer is not None and producer.op_type == "Cast" and producer.inputs[0] is half:
             return x  # it was rounded before
         return self.full(half, f"{x.name}/rounded")
@@ -194,5 +218,5 @@ def refuse_experts(spec: ModelSpec) -> None:
 
 
 def is_plain(linear: Linear) -> bool:
-    """Whether its weight is of a 16-bit type."""
-    return isinstance(linear.format, FloatFormat) and linear.format.type in ("f16", "bf16")
+    """Whether its weight is of the activations' type."""
+    return isinstance(linear.format, FloatFormat) and linear.format.type != "fp8"

@@ -22,7 +22,11 @@ from pagelet.plugins.packing import TILE_COLUMNS, LinearFormat
 
 GATHERED = ("embedding", "layer_inputs.table")
 """Modules whose rows are looked up by token."""
-_HALVES = {"f16": ("float16", np.float16), "bf16": ("bfloat16", ml_dtypes.bfloat16)}
+_TYPES: dict[str, tuple[str, type[np.generic]]] = {
+    "f16": ("float16", np.float16),
+    "bf16": ("bfloat16", ml_dtypes.bfloat16),
+    "f32": ("float32", np.float32),
+}
 T = TypeVar("T", bound=np.generic)
 _VECTOR = np.dtype("<f4")
 
@@ -63,10 +67,11 @@ def lower_weights(
     """Write `folder`/model.data from `folder`/model.weights.
 
     Args:
-        activations: "f16" or "bf16": the type of plain weights, of tables, and of quantized weights' scales.
+        activations: "f16", "bf16" or "f32": the type of plain weights, of tables, and of quantized weights'
+            scales.
         input_scales: of the modules whose inputs are rounded to FP8.
     """
-    kind, half = _HALVES[activations]
+    kind, half = _TYPES[activations]
     packed = np.memmap(folder / WEIGHTS_NAME, np.uint8, "r")
     lowered = StoredWeights({}, {}, stored.entries)
     with WeightsFile(folder / LOWERED_NAME) as file:
@@ -111,7 +116,7 @@ def _lower(
     if isinstance(linear.format, FloatFormat) and linear.format.type != "fp8":
         values = _values(packed, linear).astype(half)
         weight = add(module + ".weight", Laid(kind, values.shape, values))
-        return replace(linear, format=FloatFormat("bf16" if kind == "bfloat16" else "f16"), weight=weight)
+        return replace(linear, format=FloatFormat(_format(half)), weight=weight)
     codes, scales = _codes(packed, linear)
     if isinstance(linear.format, LinearFormat):
         laid = layout.integers(codes, scales, linear.format, half)
@@ -180,4 +185,8 @@ class QdqLayout:
 
 
 def _name(half: type[np.generic]) -> str:
-    return "float16" if half is np.float16 else "bfloat16"
+    return next(name for name, kind in _TYPES.values() if kind is half)
+
+
+def _format(half: type[np.generic]) -> str:
+    return next(name for name, (_, kind) in _TYPES.items() if kind is half)

@@ -10,6 +10,7 @@ from pagelet.exporter.graph_builder import DOMAIN
 from pagelet.exporter.targets.gpu_builder import GpuBuilder, is_plain
 from pagelet.plugins.packing import LinearFormat
 
+_NUMBERS: dict[str, type[np.generic]] = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "f32": np.float32}
 _CACHE_NAMES = {ir.DataType.FLOAT16: "f16", ir.DataType.INT8: "int8", ir.DataType.FLOAT8E4M3FN: "fp8"}
 
 
@@ -21,7 +22,7 @@ class TensorRTBuilder(GpuBuilder):
         if is_plain(linear):
             return self.plain_product(x, module, name)
         assert linear.scales is not None
-        codes, scales = self.stored(linear.weight), self.stored(linear.scales)
+        codes, scales = self.stored(linear.weight), self.operand(self.stored(linear.scales))
         x = self.half(x)
         if isinstance(linear.format, LinearFormat):
             weight = self.op(
@@ -34,6 +35,8 @@ class TensorRTBuilder(GpuBuilder):
         else:
             weight = self.op("DequantizeLinear", [codes, scales], name=name + "/weight", axis=1)
             x = self._to_fp8_and_back(x, linear.input_scale, name)
+        if self.activations == "bf16" and self.emulated:
+            weight = self.round(weight, name + "/weight/rounded")
         return self.op("MatMul", [x, weight], name=name)
 
     def device_attention(
@@ -64,8 +67,7 @@ class TensorRTBuilder(GpuBuilder):
         return self.caching_op(list(given.values()), caches, name, DOMAIN, fields | attributes)
 
     def _to_fp8_and_back(self, x: ir.Value, scale: float, name: str) -> ir.Value:
-        dtype = ml_dtypes.bfloat16 if self.activations == "bf16" else np.float16
-        step = self.constant(f"{name}/input_scale", scale, dtype)
+        step = self.operand(self.constant(f"{name}/input_scale", scale, _NUMBERS[self.activations]))
         zero = self.constant("fp8_zero", 0, ml_dtypes.float8_e4m3fn)
         rounded = self.op("QuantizeLinear", [x, step, zero], name=name + "/quantized")
         return self.op("DequantizeLinear", [rounded, step], name=name + "/input")
