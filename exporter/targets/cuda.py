@@ -12,14 +12,17 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from pagelet.exporter.graph_attention import CacheFormat
 from pagelet.exporter.graph_builder import DOMAIN
-from pagelet.exporter.targets.gpu_builder import GpuBuilder, is_plain
+from pagelet.exporter.targets.cuda_limits import cuda_obstacles, refuse_obstacles
+from pagelet.exporter.targets.gpu_builder import ATTENTION_INPUTS, GpuBuilder, is_plain
 from pagelet.exporter.targets.lowering import Laid
-from pagelet.exporter.weights import StoredWeights
+from pagelet.exporter.targets.static_caches import StaticCaches
+from pagelet.exporter.weights import Linear, StoredWeights
 from pagelet.models.errors import UnsupportedError
 from pagelet.models.spec import ModelSpec
 from pagelet.plugins.packing import Codes, LinearFormat
+
+__all__ = ["CudaBuilder", "CudaLayout", "cuda_obstacles", "refuse_obstacles"]
 
 MICROSOFT = "com.microsoft"
 # In the op's order; the inputs of the CPU's op that have another name, or none, are not among them.
@@ -31,8 +34,7 @@ _INPUTS = (
 _OF_ACTIVATION_TYPE = (
     "query", "key", "value", "cos_cache", "sin_cache", "head_sink", "q_norm_weight", "k_norm_weight",
 )  # fmt: skip
-# Heads beyond this have no FlashAttention, and the kernels that remain know no sinks in a prefill.
-_FLASH_HEAD_DIM = 256
+_KINDS: dict[type[np.generic], str] = {np.float16: "float16", np.float32: "float32"}
 
 
 class CudaLayout:
@@ -52,7 +54,7 @@ class CudaLayout:
             data = (codes.astype(np.int16) + 128).astype(np.uint8)
         rows, groups = scales.shape
         shape = (rows, groups, data.shape[1] // groups)
-        kind = "float16" if half is np.float16 else "bfloat16"
+        kind = _KINDS.get(half, "bfloat16")
         return Laid("uint8", shape, data), Laid(kind, scales.shape, scales.astype(half))
 
     def fp8(
@@ -91,13 +93,18 @@ class CudaBuilder(GpuBuilder):
 
     def product(self, x: ir.Value, module: str, name: str) -> ir.Value:
         linear = self.weights.linears[module]
+        if self.emulated and self.activations == "bf16":
+            return self._widened_product(x, linear, name)
         if is_plain(linear):
             return self.plain_product(x, module, name)
         assert linear.scales is not None
+        return self._integer_product(self.half(x), linear, self.stored(linear.scales), name)
+
+    def _integer_product(self, x: ir.Value, linear: Linear, scales: ir.Value, name: str) -> ir.Value:
         assert isinstance(linear.format, LinearFormat)
         return self.op(
             "MatMulNBits",
-            [self.half(x), self.stored(linear.weight), self.stored(linear.scales)],
+            [x, self.stored(linear.weight), scales],
             name=name,
             domain=MICROSOFT,
             K=linear.in_features,
@@ -105,6 +112,50 @@ class CudaBuilder(GpuBuilder):
             bits=linear.format.bits,
             block_size=linear.format.group_size,
         )
+
+    def _widened_product(self, x: ir.Value, linear: Linear, name: str) -> ir.Value:
+        """bfloat16's numbers as float32, and their product rounded: a CPU has no kernels of bfloat16."""
+        x, weight = self._rounded(x), self.stored(linear.weight)
+        if linear.scales is None:
+            y = self.op("Gemm", [x, self._widened(weight)], name=f"{name}/wide", transB=1)
+        else:
+            y = self._integer_product(x, linear, self._widened(self.stored(linear.scales)), f"{name}/wide")
+        return self.renamed(self.half(y), name)
+
+    def _widened(self, values: ir.Value) -> ir.Value:
+        return self.op("Cast", [values], name=f"{values.name}/wide", to=int(ir.DataType.FLOAT))
+
+    def attention(
+        self,
+        inputs: Sequence[ir.Value | None],
+        caches: Sequence[ir.Value],
+        *,
+        name: str,
+        **attributes: object,
+    ) -> ir.Value:
+        if not self.emulated or not self._cache_scales:
+            return super().attention(inputs, caches, name=name, **attributes)
+        named = {
+            key: self._rounded(value) if key in ("query", "key", "value") else value
+            for key, value in zip(ATTENTION_INPUTS, inputs, strict=False)
+            if value is not None
+        }
+        layer = int(str(named["key_cache"].name).rpartition(".")[2])
+        static = StaticCaches(self, named, self._cache_scales[layer], f"{name}/static", attributes)
+        if not caches:
+            attended = static.read()
+        else:
+            attended, written = static.write([_out_name(cache) for cache in caches[:2]])
+            # The scales of tokens, which Layerwise binds for these types, stay as they are.
+            unused = [self.op("Identity", [cache], name=_out_name(cache)) for cache in caches[2:]]
+            for cache, output in zip(caches, [*written, *unused], strict=True):
+                self._keep_cache(cache, output)
+        return self.renamed(self.full(self.half(attended), name + "/full"), name)
+
+    def _keep_cache(self, cache: ir.Value, output: ir.Value) -> None:
+        output.shape, output.type = cache.shape, cache.type
+        self._caches[str(cache.name)] = output
+        self._cache_outputs.append(output)
 
     def cache(self, name: str, dtype: str, shape: Sequence[int | str]) -> ir.Value:
         if self.emulated:
@@ -218,6 +269,10 @@ class CudaBuilder(GpuBuilder):
         return found
 
 
+def _out_name(cache: ir.Value) -> str:
+    return str(cache.name).replace("_cache.", "_cache_out.")
+
+
 def _renamed(attributes: Mapping[str, object], rotated: bool, scaled: bool) -> dict[str, object]:
     """The CPU op's attributes by the names that this one has for them; it sees rotary_dim in the tables."""
     found = {
@@ -229,54 +284,3 @@ def _renamed(attributes: Mapping[str, object], rotated: bool, scaled: bool) -> d
     if scaled:
         found |= {"k_quant_type": "PER_TENSOR", "v_quant_type": "PER_TENSOR"}
     return found
-
-
-def cuda_obstacles(spec: ModelSpec, cache: CacheFormat) -> list[str]:
-    """What ONNX Runtime's CUDA ops cannot do of a model and its cache; nothing where all is well."""
-    attention, found = spec.attention, []
-    if any(layer.experts for layer in spec.layers):
-        found.append("it has mixtures of experts, which GPU targets do not compute yet")
-    if attention.norm_after_rotation:
-        found.append("its queries and keys are normed after they are rotated; the op norms them before")
-    if cache.type == "f32":
-        found.append("its cache would hold float32; the op takes f16, int8 and fp8")
-    for head_dim, rotary_dim in sorted(_rotated_heads(spec)):
-        if head_dim % 16 or rotary_dim % 16:
-            found.append(
-                f"{rotary_dim} of {head_dim} elements of its heads are rotated; the op wants multiples of 16"
-            )
-    largest = max(layer.head_dim for layer in spec.layers)
-    if attention.sinks and largest > _FLASH_HEAD_DIM:
-        found.append(
-            f"its heads have sinks and {largest} elements; with sinks the op takes up to {_FLASH_HEAD_DIM}"
-        )
-    smallest = min(layer.head_dim for layer in spec.layers)
-    least = _least_block(smallest) if cache.type == "f16" else 16
-    if cache.block_size < least or cache.block_size & (cache.block_size - 1):
-        found.append(
-            f"its cache has blocks of {cache.block_size} tokens; with heads of {smallest} elements in "
-            f"{cache.type} the op wants a power of two, {least} at least"
-        )
-    return found
-
-
-def refuse_obstacles(spec: ModelSpec, cache: CacheFormat) -> None:
-    """Before any work is done.
-
-    Raises:
-        UnsupportedError: names all that stands in the way.
-    """
-    if found := cuda_obstacles(spec, cache):
-        raise UnsupportedError(
-            f"{spec.architecture} cannot be exported for the target cuda: {'; '.join(found)}. The target cpu "
-            "serves it."
-        )
-
-
-def _rotated_heads(spec: ModelSpec) -> set[tuple[int, int]]:
-    return {(layer.head_dim, spec.ropes[layer.rope].rotary_dim) for layer in spec.layers if layer.rope >= 0}
-
-
-def _least_block(head_dim: int) -> int:
-    """Tokens that FlashAttention reads at once; without it each prefill would copy its whole context."""
-    return 256 if head_dim <= 64 else 128 if head_dim <= 128 else 64

@@ -294,14 +294,19 @@ def test_quantized_caches_have_the_scales_of_their_layers(
     static = distance(one.run(on_cpu(model)), expected)
     # A scale for all tokens costs small ones their digits: INT8 about two bits more, FP8 next to nothing.
     assert static < 3 * per_token
+    stand_in = one.run(one.cuda(CacheFormat(BLOCK, cache_type), emulated=True, cache_scales=scales))
+    assert distance(stand_in, expected) == pytest.approx(static, rel=0.1)  # what the certificate says
     for node in attention_nodes(model):
         node.input[14], node.input[15] = node.input[15], node.input[14]
     assert distance(one.run(on_cpu(model)), expected) > 1.5 * static
 
 
-def test_bfloat16_all_through(tmp_path: Path, byte_tokenizer: Callable[[Path], None]) -> None:
-    """Its caches too; ONNX Runtime computes no bfloat16 on a CPU, so the types must do."""
-    one = written(FAMILIES["qwen3 bias"], tmp_path, byte_tokenizer, activations="bf16")
+@pytest.mark.parametrize("layers", [INT4, FloatFormat("bf16")])
+def test_bfloat16_all_through(
+    layers: LinearFormat | FloatFormat, tmp_path: Path, byte_tokenizer: Callable[[Path], None]
+) -> None:
+    """Its caches too; ONNX Runtime computes no bfloat16 on a CPU: the types must do, and what stands in."""
+    one = written(FAMILIES["qwen3 bias"], tmp_path, byte_tokenizer, layers, activations="bf16")
     model = one.cuda(CacheFormat(256, "f16"), activations="bf16")
     assert_valid(model, one.part.folder)
     kinds = {each.name: each.type.tensor_type.elem_type for each in (*model.graph.input, *model.graph.output)}
@@ -309,6 +314,8 @@ def test_bfloat16_all_through(tmp_path: Path, byte_tokenizer: Callable[[Path], N
     assert caches == {TensorProto.BFLOAT16}
     assert kinds["logits"] == TensorProto.FLOAT
     assert TensorProto.FLOAT16 not in {each.data_type for each in model.graph.initializer}
+    stand_in = one.run(one.cuda(CacheFormat(BLOCK, "f16"), activations="bf16", emulated=True))
+    assert_close(stand_in, reference(one, tmp_path / "float"), 8 * TOLERANCE)  # three bits less
 
 
 def test_layers_that_share_a_cache_write_nothing(
