@@ -15,6 +15,7 @@ from pagelet.models.manifest import load_manifest
 from pagelet.plugins.cuda_driver import Driver
 from pagelet.runtime.backends import StepBatch
 from pagelet.runtime.backends.cpu import CpuBackend, cache_shape
+from pagelet.runtime.backends.device_memory import DeviceMemory
 from pagelet.runtime.backends.tensorrt import TensorRTBackend
 
 BLOCK_SIZE = 8
@@ -78,6 +79,16 @@ def open_device(folder: Path, *, rtx: bool = True, **cuda: Any) -> Iterator[Devi
     for backend in device.opened:
         backend.close()
     device.assert_nothing_is_left()
+
+
+@contextmanager
+def open_memory(**cuda: Any) -> Iterator[DeviceMemory]:
+    """A device's memory alone."""
+    driver = Driver.open(bindings=FakeCuda(**cuda))
+    memory = DeviceMemory(driver)
+    yield memory
+    memory.free()
+    driver.close()
 
 
 def open_cpu(bundle: Path) -> CpuBackend:

@@ -189,32 +189,46 @@ class FakeEngine:
         return list(self.profiles[profile][name])
 
     def create_runtime_config(self) -> Any:  # type: ignore[no-redef]
-        config = SimpleNamespace(strategy=None, dynamic_shapes_kernel_specialization_strategy="lazy")
-        config.set_execution_context_allocation_strategy = lambda strategy: setattr(
-            config, "strategy", strategy
-        )
-        return config
+        return FakeRuntimeConfig()
 
     def create_execution_context(self, config: Any) -> "FakeContext | None":
         if self.trt.fails("create_execution_context", self.logger):
             return None
         is_rtx = hasattr(self.trt, "DynamicShapesKernelSpecializationStrategy")
         assert (config.strategy if is_rtx else config) == "user managed"
-        context = FakeContext(self, config.dynamic_shapes_kernel_specialization_strategy if is_rtx else "")
+        context = FakeContext(self, config if is_rtx else None)
         self.trt.contexts.append(weakref.ref(context))
         return context
+
+
+class FakeRuntimeConfig:
+    """What TensorRT-RTX alone has. A runtime cache holds the kernels that were compiled."""
+
+    strategy = "static"
+    dynamic_shapes_kernel_specialization_strategy = "lazy"
+    cache: object = None
+
+    def set_execution_context_allocation_strategy(self, strategy: str) -> None:
+        self.strategy = strategy
+
+    def create_runtime_cache(self) -> object:
+        return object()
+
+    def set_runtime_cache(self, cache: object) -> bool:
+        self.cache = cache
+        return True
 
 
 @dataclass(eq=False)
 class FakeContext:
     """
     Attributes:
-        kernels: when kernels for new shapes are made: "eager", "lazy".
+        config: of TensorRT-RTX.
         captured: it belongs to a graph, and must stay as it is.
     """
 
     engine: FakeEngine
-    kernels: str
+    config: "FakeRuntimeConfig | None"
     profile: int = -1
     workspace: tuple[int, int] = (0, 0)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)

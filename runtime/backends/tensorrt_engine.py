@@ -125,6 +125,7 @@ class Engine:
         self._log: deque[str] = deque(maxlen=3)
         self._logger = _logger(trt, self._log)
         self._engine: Any = None
+        self._compiled: Any = None  # TensorRT-RTX's kernels, which all contexts use
         self._runtime: Any = trt.Runtime(self._logger)
         try:
             self._load(path)
@@ -150,7 +151,6 @@ class Engine:
         self._workspace = self._memory.malloc(
             self.workspace_bytes, "the engine", "Lower kv_memory, or export with a smaller step_tokens."
         )
-        self._configs = {specialized: self._runtime_config(specialized) for specialized in (False, True)}
 
     def _names(self) -> tuple[set[str], set[str]]:
         names = [self._engine.get_tensor_name(index) for index in range(self._engine.num_io_tensors)]
@@ -160,7 +160,7 @@ class Engine:
     def _is_input(self, name: str) -> bool:
         return bool(self._engine.get_tensor_mode(name) == self._trt.TensorIOMode.INPUT)
 
-    def _runtime_config(self, specialized: bool) -> Any:
+    def _strategy(self, for_graph: bool) -> Any:
         """What a context is created with: a strategy, or in TensorRT-RTX a config that holds it."""
         strategy = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
         if not hasattr(self._trt, "DynamicShapesKernelSpecializationStrategy"):
@@ -170,7 +170,10 @@ class Engine:
         kinds = self._trt.DynamicShapesKernelSpecializationStrategy
         config = self._engine.create_runtime_config()
         config.set_execution_context_allocation_strategy(strategy)
-        config.dynamic_shapes_kernel_specialization_strategy = kinds.EAGER if specialized else kinds.LAZY
+        config.dynamic_shapes_kernel_specialization_strategy = kinds.EAGER if for_graph else kinds.LAZY
+        if self._compiled is None:
+            self._compiled = config.create_runtime_cache()
+        config.set_runtime_cache(self._compiled)
         return config
 
     def create_context(self, profile: int, *, for_graph: bool = False) -> Any:
@@ -181,7 +184,7 @@ class Engine:
         Raises:
             BackendError: TensorRT refuses.
         """
-        context = self._engine.create_execution_context(self._configs[for_graph])
+        context = self._engine.create_execution_context(self._strategy(for_graph))
         if context is None:
             self.fail("a context of the engine cannot be created")
         context.set_device_memory(self._workspace, self.workspace_bytes)
@@ -224,8 +227,7 @@ class Engine:
 
     def close(self) -> None:
         """Destroy the engine; its contexts must be gone. Closing twice is fine."""
-        self._configs = {}
-        self._engine = self._runtime = None
+        self._compiled = self._engine = self._runtime = None
 
 
 def _logger(trt: Any, errors: deque[str]) -> Any:

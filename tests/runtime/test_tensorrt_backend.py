@@ -8,9 +8,13 @@ import numpy as np
 import pytest
 from exporting import uncertified
 from fake_cuda import CUresult, FakeCuda
-from fake_device import BLOCK_SIZE, Device, batch_of, open_cpu, open_device
+from fake_device import BLOCK_SIZE, Device, batch_of, open_cpu, open_device, open_memory
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pagelet.exporter import export
+from pagelet.runtime.backends.cuda_graphs import bucket, table_width
+from pagelet.runtime.backends.staging import InputStaging, staged_bytes, step_shapes
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +99,15 @@ def test_only_contexts_of_graphs_wait_for_their_kernels(device: Device, bundle: 
     """TensorRT-RTX compiles for the shapes it meets; a graph recorded before would stay slow for ever."""
     gpu = device.open(bundle)
     gpu.run(batch_of((0, 0, 1)))
-    assert [context().kernels for context in device.trt.contexts] == ["lazy", "lazy", "eager"]
-    assert [context().captured for context in device.trt.contexts] == [False, False, True]
+    contexts = [context() for context in device.trt.contexts]
+    kinds = [context.config.dynamic_shapes_kernel_specialization_strategy for context in contexts]
+    assert kinds == ["lazy", "lazy", "eager"]
+    assert [context.captured for context in contexts] == [False, False, True]
+    # What one has compiled is there for all.
+    assert len({id(context.config) for context in contexts}) == 3
+    assert len({context.config.cache for context in contexts}) == 1
+    assert contexts[0].config.cache is not None
+    del contexts
 
 
 def test_tensorrt_knows_nothing_of_kernels_for_shapes(bundle: Path, tmp_path: Path) -> None:
@@ -144,3 +155,47 @@ def fail_while_capturing(device: Device) -> None:
             return begin(self, stream, mode)
 
     device.cuda.__class__ = Failing
+
+
+@given(
+    counts=st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    pasts=st.lists(st.integers(0, 300), min_size=6, max_size=6),
+    spare=st.integers(0, 3),
+    most=st.integers(43, 100),
+)
+def test_padding_adds_sequences_that_have_nothing(
+    counts: list[int], pasts: list[int], spare: int, most: int
+) -> None:
+    """Whatever the batch: what it says is at the beginning, and the rest maps no block and has no past."""
+    sequences = [
+        (100 * index, past, count) for index, (past, count) in enumerate(zip(pasts, counts, strict=False))
+    ]
+    batch = batch_of(*sequences, groups=2, width=43)
+    tokens, total = sum(counts), len(counts) + spare
+    width = table_width(batch, BLOCK_SIZE, most)
+    shapes = step_shapes(tokens=tokens + spare, sequences=total, logits=total, table_width=width, groups=2)
+    with open_memory() as memory:
+        staged = InputStaging(memory, staged_bytes(shapes)).place(shapes)
+        staged.fill(batch)
+        views = staged.views
+        for name in ("input_ids", "position_ids"):
+            assert views[name].tolist() == [*getattr(batch, name), *[0] * spare]
+        assert np.diff(views["cumulative_sequence_length"]).tolist() == [*counts, *[1] * spare]
+        assert views["past_seqlens"].tolist() == [*batch.past_seqlens, *[0] * spare]
+        assert views["logits_indices"].tolist() == [*batch.logits_indices, *range(tokens, tokens + spare)]
+        needed = [-(-(past + count) // BLOCK_SIZE) for _, past, count in sequences]
+        assert max(needed) <= width <= most
+        for group in range(2):
+            table = views[f"block_table_{group}"]
+            assert [(row >= 0).sum() for row in table] == [*needed, *[0] * spare]
+            for row, blocks, count in zip(table, batch.block_tables[group], needed, strict=False):
+                assert row[:count].tolist() == blocks[:count].tolist()
+        assert all(address % 256 == 0 for address in staged.addresses.values())
+
+
+@given(st.integers(1, 200), st.integers(1, 200))
+def test_buckets_are_few_and_large_enough(count: int, most: int) -> None:
+    count = min(count, most)
+    assert count <= bucket(count, most) <= most
+    assert bucket(count, most) < 2 * count or bucket(count, most) == 1
+    assert len({bucket(each, most) for each in range(1, most + 1)}) <= most.bit_length() + 1

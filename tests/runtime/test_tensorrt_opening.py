@@ -3,6 +3,7 @@
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,16 @@ import numpy as np
 import pytest
 from exporting import uncertified
 from fake_cuda import CUresult
-from fake_device import BLOCK_SIZE, Device, batch_of, open_cpu, open_device
-from fake_tensorrt import ENGINE
+from fake_device import BLOCK_SIZE, Device, batch_of, open_cpu, open_device, open_memory
+from fake_tensorrt import FakeContext, FakeEngine, FakeRuntime, FakeRuntimeConfig, FakeTensorRT
 
 from pagelet.exporter import export
 from pagelet.models.errors import BackendError, BundleError, CapacityError
 from pagelet.models.manifest import Quantization, load_manifest
 from pagelet.plugins.cuda_driver import Driver
+from pagelet.plugins.tensorrt.runtime_library import import_tensorrt
 from pagelet.runtime.backends.device_cache import DeviceCache
+from pagelet.runtime.backends.device_memory import device_free_memory
 
 OUT_OF_MEMORY = CUresult.CUDA_ERROR_OUT_OF_MEMORY
 LAUNCH_FAILED = CUresult.CUDA_ERROR_LAUNCH_FAILED
@@ -309,8 +312,36 @@ def test_the_caches_arrays_are_apart_and_aligned(device: Device, windowed: Path)
     assert not gpu.read_blocks(0, range(gpu.layout.groups[0].num_blocks)).any()
 
 
-def test_engine_file_is_what_the_manifest_says(device: Device, bundle: Path) -> None:
-    gpu = device.open(bundle)
-    assert (device.folder / f"0-{bundle.name}" / ENGINE).is_file()
-    assert device.trt.num_deserialized == 1
-    assert gpu.supports_trees
+def test_jetsons_memory_is_the_systems(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the driver does not count what the system would give back."""
+    monkeypatch.setattr("pagelet.runtime.backends.device_memory.available_memory", lambda: 5 << 30)
+    for integrated, free in ((False, 1 << 30), (True, 5 << 30)):
+        with open_memory(integrated=integrated) as memory:
+            assert device_free_memory(memory.driver) == free
+
+
+def test_the_real_package_has_what_is_called(bundle: Path, tmp_path: Path) -> None:
+    """TensorRT-RTX runs no engine here, but it has the names, and says what it dislikes of a file."""
+    if find_spec("tensorrt_rtx") is None:
+        pytest.skip("TensorRT-RTX is not installed")
+    trt = import_tensorrt("tensorrt_rtx")
+    for fake, real in (
+        (FakeRuntime, trt.Runtime),
+        (FakeEngine, trt.ICudaEngine),
+        (FakeContext, trt.IExecutionContext),
+        (FakeRuntimeConfig, trt.IRuntimeConfig),
+    ):
+        names = [name for name in vars(fake) if not name.startswith("_")]
+        own = {"strategy", "cache", "captured", "runs", "profile", "workspace"}  # the fake's alone
+        assert {name for name in names if not hasattr(real, name)} <= own, real
+    for name in ("TensorIOMode", "ExecutionContextAllocationStrategy", "ILogger"):
+        for constant in vars(getattr(FakeTensorRT, name)):
+            assert constant.startswith("_") or hasattr(getattr(trt, name), constant), constant
+    for constant in ("EAGER", "LAZY"):
+        assert hasattr(trt.DynamicShapesKernelSpecializationStrategy, constant)
+    with open_device(tmp_path) as device:
+        version, device.trt = device.trt.__version__, trt
+        with pytest.raises(BackendError, match=r"model\.engine cannot be loaded: .*not created.*"):
+            device.open(bundle, engine_version=f"TensorRT-RTX {trt.__version__}")
+        device.cuda.assert_nothing_is_left()
+        device.trt = FakeTensorRT(device.cuda, version=version)
