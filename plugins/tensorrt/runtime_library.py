@@ -18,6 +18,7 @@ import shlex
 import shutil
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,11 @@ class TensorRTError(RuntimeError):
     """TensorRT or TensorRT-RTX is missing, or cannot be used as it is installed."""
 
 
-def import_tensorrt(package: str) -> Any:
+def import_tensorrt(package: str, *, parser: bool = True) -> Any:
     """The module ``tensorrt`` or ``tensorrt_rtx``.
+
+    Args:
+        parser: whether its ONNX parser will be used: what only runs engines can do without.
 
     Raises:
         TensorRTError: it is not installed, its libraries do not load, or its parser would end the process at
@@ -43,7 +47,8 @@ def import_tensorrt(package: str) -> Any:
             what mends it.
     """
     if package == _RTX and sys.platform == "linux":
-        _prepare_rtx_parser()
+        with _lock:
+            _prepare_rtx_parser(needed=parser)
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -52,8 +57,8 @@ def import_tensorrt(package: str) -> Any:
         ) from error
 
 
-def _prepare_rtx_parser() -> None:
-    """Sees to it that the parser will find the core library, or raises."""
+def _prepare_rtx_parser(*, needed: bool) -> None:
+    """Sees to it that the parser will find the core library; if that is too late and it is needed, raises."""
     spec = importlib.util.find_spec(_RTX_LIBRARIES)
     if spec is None or not spec.submodule_search_locations:
         return  # installed from an archive: its folder of libraries has every name
@@ -62,7 +67,7 @@ def _prepare_rtx_parser() -> None:
     if (folder / _CORE).exists() or core is None or parser is None:
         return
     if _is_loaded(parser):
-        if _linked_parser == parser or _is_found_by_name(_CORE):
+        if not needed or _linked_parser == parser or _is_found_by_name(_CORE):
             return
         raise TensorRTError(
             f"{_RTX} was imported before pagelet could prepare it, and {folder} lacks {_CORE}, without which "
@@ -72,6 +77,7 @@ def _prepare_rtx_parser() -> None:
     _load_through_links(core, parser)
 
 
+_lock = threading.Lock()
 _linked_parser: Path | None = None  # the one that this process loaded through links
 
 

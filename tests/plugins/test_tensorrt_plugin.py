@@ -209,6 +209,7 @@ def test_a_parser_that_was_imported_unprepared_is_refused(tmp_path: Path) -> Non
     code = """
 import tensorrt_rtx
 from pagelet.plugins.tensorrt.runtime_library import TensorRTError, import_tensorrt
+assert import_tensorrt("tensorrt_rtx", parser=False) is tensorrt_rtx  # engines run without the parser
 try:
     import_tensorrt("tensorrt_rtx")
     print("FINE")
@@ -245,7 +246,7 @@ def test_a_missing_package_says_how_to_install_it(
     package: str, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.setattr("pagelet.plugins.tensorrt.runtime_library._prepare_rtx_parser", lambda: None)
+    monkeypatch.setattr("pagelet.plugins.tensorrt.runtime_library._prepare_rtx_parser", lambda **needed: None)
     with pytest.raises(TensorRTError, match=f"{package} cannot be imported .*: install it with `{command}"):
         import_tensorrt(package)
 
