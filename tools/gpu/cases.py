@@ -341,4 +341,3 @@ def _trees(parents: Sequence[Sequence[int]]) -> tuple[Array, list[Array]]:
         depths.append(seen.sum(axis=1))
         masks.append(np.packbits(seen, axis=1, bitorder="little").view("<i4"))
     return np.concatenate(masks), depths
-

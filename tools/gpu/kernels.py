@@ -32,7 +32,7 @@ Array = NDArray[Any]
 # bf16 what an f16 cache holds is too. Each moves an element by about a unit of the terms that are summed, and
 # so of its head's root mean square: what is allowed is relative to that, however many keys there are.
 UNITS = {"f16": 2.0**-11, "bf16": 2.0**-8}
-OF_ELEMENT, OF_HEAD = 3, 6  # units
+OF_ELEMENT, OF_HEAD = 3, 8  # units
 # A norm sums in another order, and a rotation's product and sum may be fused: that moves what is written by an
 # ulp or two of float32, and a code by one step if it lay next to a tie. The odds are the error over the step,
 # 2^-22 / 2^-11 for f16 and fewer for others, more for elements that cancelled; ten times that is allowed.

@@ -1,0 +1,201 @@
+"""What is run, piece by piece, in a process of its own: an error of a kernel ends all that a process can do
+with a GPU, and a kernel that never ends can only be left behind. So the next process goes on with the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import subprocess
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from pagelet.plugins.cuda_driver import CudaError
+from pagelet.tools.gpu.cases import CASES
+from pagelet.tools.gpu.device import Gpu, MissingKernels, check_device
+from pagelet.tools.gpu.graph import check_graph
+from pagelet.tools.gpu.kernels import check_case
+from pagelet.tools.gpu.report import Row
+from pagelet.tools.gpu.timing import LOADS, check_copy, check_load, check_matrix
+
+PARTS = ("device", "kernels", "graph", "timing", "addresses", "bundle")
+# Seconds after which one check of a part hangs.
+LIMITS = {"device": 60, "kernels": 40, "graph": 60, "timing": 60, "addresses": 150, "bundle": 240}
+
+Check = Callable[[Gpu], Row]
+OnRow = Callable[[Row], None]
+
+
+class NoGpu(RuntimeError):
+    """There is no device to check."""
+
+
+def checks(bundles: Iterable[Path]) -> dict[str, Check]:
+    """By name, in order."""
+    found: dict[str, Check] = {"device": check_device}
+    for case in CASES:
+        found[f"kernels/{case.name}"] = lambda gpu, case=case: check_case(gpu, case)  # type: ignore[misc]
+    found["graph"] = check_graph
+    found["timing/copy"] = check_copy
+    found["timing/matrix"] = lambda gpu: check_matrix()
+    for load in LOADS:
+        found[f"timing/{load.name}"] = lambda gpu, load=load: check_load(gpu, load)  # type: ignore[misc]
+    for bundle in bundles:
+        found |= _of_bundle(bundle)
+    return found
+
+
+def _of_bundle(bundle: Path) -> dict[str, Check]:
+    """The runtime, and what it needs, are only imported where there is a bundle."""
+
+    def addresses(gpu: Gpu) -> Row:
+        from pagelet.tools.gpu.addresses import check_addresses
+
+        return check_addresses(bundle)
+
+    def verify(gpu: Gpu) -> Row:
+        from pagelet.tools.gpu.bundles import check_bundle
+
+        return check_bundle(bundle)
+
+    def generate(gpu: Gpu) -> Row:
+        from pagelet.tools.gpu.bundles import check_generation
+
+        return check_generation(bundle)
+
+    return {
+        f"addresses/{bundle.name}": addresses,
+        f"bundle/{bundle.name}/verify": verify,
+        f"bundle/{bundle.name}/generate": generate,
+    }
+
+
+def run_here(chosen: Mapping[str, Check], gpu: Gpu, tell: Callable[[dict[str, Any]], None]) -> bool:
+    """Runs checks one after another; False: the device is lost to this process, and the rest was not run.
+
+    Args:
+        tell: is given {"begin": name}, then {"row": the row as JSON}, of each.
+    """
+    for name, check in chosen.items():
+        tell({"begin": name})
+        tell({"row": run_one(name, check, gpu).to_json()})
+        try:
+            gpu.wait()
+        except CudaError:
+            return False
+    return True
+
+
+def run_one(name: str, check: Check, gpu: Gpu) -> Row:
+    """A check's row; errors are rows too, and so are warnings, in its text."""
+    began = time.perf_counter()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            row = check(gpu)
+        except MissingKernels as error:
+            row = Row(name, "skipped", str(error))
+        except Exception as error:
+            row = Row(name, "failed", f"{type(error).__name__}: {error}")
+    said = dict.fromkeys(str(each.message) for each in caught if each.category is RuntimeWarning)
+    detail = "; ".join([row.detail, *(f"warning: {message}" for message in said)])
+    return replace(row, name=name, detail=detail, seconds=time.perf_counter() - began)
+
+
+def supervise(
+    names: Sequence[str], command: Sequence[str], deadline: float, on_row: OnRow = lambda row: None
+) -> list[Row]:
+    """Rows of checks that processes run; a process that ends or hangs fails one check, and another goes on.
+
+    Args:
+        command: reads a list of names as JSON, and writes what `run_here` tells, a line each.
+        deadline: of `time.monotonic`; what is not done then is skipped.
+
+    Raises:
+        NoGpu: a process says that there is no device.
+    """
+    rows: list[Row] = []
+    left = list(names)
+
+    def add(row: Row) -> None:
+        left.remove(row.name)
+        rows.append(row)
+        on_row(row)
+
+    while left:
+        if time.monotonic() >= deadline:
+            for name in list(left):
+                add(Row(name, "skipped", "out of time"))
+            break
+        worker = _Worker(command, left)
+        try:
+            begun = _follow(worker, deadline, add)
+        finally:
+            status = worker.end()
+        if left and time.monotonic() < deadline:
+            name = begun or left[0]
+            if name in left:
+                why = "it hangs" if status is None else f"its process ended with status {status}"
+                add(Row(name, "failed", why, seconds=worker.seconds))
+    return rows
+
+
+class _Worker:
+    """A process that runs checks."""
+
+    def __init__(self, command: Sequence[str], names: Sequence[str]) -> None:
+        self._process = subprocess.Popen(
+            list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
+        )
+        self.lines: queue.Queue[str | None] = queue.Queue()
+        self.hangs = False
+        self._began = time.monotonic()
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with self._process.stdin as stdin:
+            json.dump(list(names), stdin)
+        threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True).start()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    def _read(self, stdout: TextIO) -> None:
+        for line in stdout:
+            self.lines.put(line)
+        self.lines.put(None)
+
+    def end(self) -> int | None:
+        """Its status; None: it had to be killed."""
+        if not self.hangs:
+            return self._process.wait()
+        self._process.kill()
+        self._process.wait()
+        return None
+
+
+def _follow(worker: _Worker, deadline: float, add: OnRow) -> str:
+    """Adds rows until the process ends, hangs or time is up; the check that was begun and not done, or ""."""
+    begun = ""
+    while True:
+        limit = LIMITS[begun.split("/")[0]] if begun else max(LIMITS.values())
+        try:
+            line = worker.lines.get(timeout=max(0.0, min(limit, deadline - time.monotonic())))
+        except queue.Empty:
+            worker.hangs = True
+            return begun
+        if line is None:
+            return begun
+        said = json.loads(line)
+        if "fatal" in said:
+            raise NoGpu(said["fatal"])
+        if "begin" in said:
+            begun = said["begin"]
+        else:
+            begun = ""
+            add(Row.from_json(said["row"]))
