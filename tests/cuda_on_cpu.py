@@ -25,11 +25,12 @@ def attention_nodes(model: onnx.ModelProto) -> list[onnx.NodeProto]:
     return [node for node in model.graph.node if node.op_type == "PagedAttention"]
 
 
-def on_cpu(model: onnx.ModelProto) -> onnx.ModelProto:
+def on_cpu(model: onnx.ModelProto, activations: int = TensorProto.FLOAT16) -> onnx.ModelProto:
     """A copy whose attention runs here, with the very contract of the op that it stands for.
 
     `position_ids` becomes an input if it was none. Where a cache is quantized, the layer's new keys and
-    values go into it before any row reads them, as on the device.
+    values go into it before any row reads them, as on the device. `activations` may be float32, which the
+    device's op does not take.
     """
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
@@ -37,7 +38,7 @@ def on_cpu(model: onnx.ModelProto) -> onnx.ModelProto:
     del copy.graph.node[:]
     for node in nodes:
         if node.op_type == "PagedAttention":
-            copy.graph.node.extend(_Attention(copy, node).nodes())
+            copy.graph.node.extend(_Attention(copy, node, nodes, activations).nodes())
         else:
             copy.graph.node.append(node)
     if "position_ids" not in {value.name for value in copy.graph.input}:
@@ -54,6 +55,8 @@ class _Attention:
 
     model: onnx.ModelProto
     node: onnx.NodeProto
+    nodes_before: list[onnx.NodeProto]
+    activations: int
     made: list[onnx.NodeProto] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -72,7 +75,7 @@ class _Attention:
             self.attend_quantized(caches, written, f"{attended}/f32")
         else:
             self.attend(self.rows(), caches, [f"{attended}/f32", *written])
-        self.op("Cast", [f"{attended}/f32"], attended, to=TensorProto.FLOAT16)
+        self.op("Cast", [f"{attended}/f32"], attended, to=self.activations)
         return self.made
 
     def rows(self) -> list[str]:
@@ -128,9 +131,11 @@ class _Attention:
         return cache.type.tensor_type.shape.dim[3].dim_value
 
     def table_width(self) -> int:
-        """Columns of the cosines, which were cast from a table of the weights' file."""
-        cast = next(node for node in self.model.graph.node if self.inputs["cos_cache"] in node.output)
-        return next(each for each in self.model.graph.initializer if each.name == cast.input[0]).dims[1]
+        """Columns of the cosines, a table of the weights' file or what it was cast to."""
+        name = self.inputs["cos_cache"]
+        casts = {node.output[0]: node.input[0] for node in self.nodes_before if node.op_type == "Cast"}
+        tables = {each.name: each.dims for each in self.model.graph.initializer}
+        return tables[casts.get(name, name)][1]
 
     def full(self, name: str) -> str:
         return self.op("Cast", [self.inputs[name]], self.name(f"{name}/f32"), to=TensorProto.FLOAT)

@@ -17,7 +17,7 @@ from pagelet.exporter.targets.cuda_limits import cuda_obstacles, refuse_obstacle
 from pagelet.exporter.targets.gpu_builder import ATTENTION_INPUTS, GpuBuilder, is_plain
 from pagelet.exporter.targets.lowering import Laid
 from pagelet.exporter.targets.static_caches import StaticCaches
-from pagelet.exporter.weights import Linear, StoredWeights
+from pagelet.exporter.weights import StoredWeights
 from pagelet.models.errors import UnsupportedError
 from pagelet.models.spec import ModelSpec
 from pagelet.plugins.packing import Codes, LinearFormat
@@ -93,18 +93,14 @@ class CudaBuilder(GpuBuilder):
 
     def product(self, x: ir.Value, module: str, name: str) -> ir.Value:
         linear = self.weights.linears[module]
-        if self.emulated and self.activations == "bf16":
-            return self._widened_product(x, linear, name)
         if is_plain(linear):
             return self.plain_product(x, module, name)
         assert linear.scales is not None
-        return self._integer_product(self.half(x), linear, self.stored(linear.scales), name)
-
-    def _integer_product(self, x: ir.Value, linear: Linear, scales: ir.Value, name: str) -> ir.Value:
         assert isinstance(linear.format, LinearFormat)
+        scales = self.operand(self.stored(linear.scales))
         return self.op(
             "MatMulNBits",
-            [x, self.stored(linear.weight), scales],
+            [self.half(x), self.stored(linear.weight), scales],
             name=name,
             domain=MICROSOFT,
             K=linear.in_features,
@@ -112,18 +108,6 @@ class CudaBuilder(GpuBuilder):
             bits=linear.format.bits,
             block_size=linear.format.group_size,
         )
-
-    def _widened_product(self, x: ir.Value, linear: Linear, name: str) -> ir.Value:
-        """bfloat16's numbers as float32, and their product rounded: a CPU has no kernels of bfloat16."""
-        x, weight = self._rounded(x), self.stored(linear.weight)
-        if linear.scales is None:
-            y = self.op("Gemm", [x, self._widened(weight)], name=f"{name}/wide", transB=1)
-        else:
-            y = self._integer_product(x, linear, self._widened(self.stored(linear.scales)), f"{name}/wide")
-        return self.renamed(self.half(y), name)
-
-    def _widened(self, values: ir.Value) -> ir.Value:
-        return self.op("Cast", [values], name=f"{values.name}/wide", to=int(ir.DataType.FLOAT))
 
     def attention(
         self,

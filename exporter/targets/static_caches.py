@@ -80,7 +80,7 @@ class StaticCaches:
         found = []
         for cache, scale in zip(("key_cache", "value_cache"), self.scales, strict=True):
             at = f"{self.name}/{cache}/{when}"
-            codes = self._op("Cast", [self.inputs[cache]], f"{at}/codes", to=int(ir.DataType.FLOAT))
+            codes = self._cast(self.inputs[cache], ir.DataType.FLOAT, f"{at}/codes")
             found.append(self._op("Mul", [codes, self._constant(f"{cache}/scale", scale)], f"{at}/held"))
         return found
 
@@ -92,7 +92,7 @@ class StaticCaches:
         if kind == ir.DataType.INT8:
             codes = self._op("Round", [codes], f"{at}/nearest")
         ends = [self._constant(f"{at}/{sign}", sign * _LARGEST[kind]) for sign in (-1, 1)]
-        return self._op("Cast", [self._op("Clip", [codes, *ends], f"{at}/clipped")], name, to=int(kind))
+        return self._cast(self._op("Clip", [codes, *ends], f"{at}/clipped"), kind, name)
 
     def _attend(
         self, first: Sequence[ir.Value | None], outputs: Sequence[str], reads: bool = False
@@ -109,5 +109,8 @@ class StaticCaches:
     def _constant(self, name: str, values: object, dtype: type[np.generic] = np.float32) -> ir.Value:
         return self.build.constant(f"{self.name}/{name}", values, dtype)
 
-    def _op(self, op_type: str, inputs: Sequence[ir.Value], name: str, **attributes: object) -> ir.Value:
-        return self.build.op(op_type, inputs, name=name, **attributes)
+    def _cast(self, x: ir.Value, kind: ir.DataType, name: str) -> ir.Value:
+        return self.build.op("Cast", [x], name=name, to=int(kind))
+
+    def _op(self, op_type: str, inputs: Sequence[ir.Value], name: str) -> ir.Value:
+        return self.build.op(op_type, inputs, name=name)
