@@ -1,6 +1,6 @@
-"""Whether the attention kernels, the TensorRT plugin and the GPU backends work on this machine's GPU, how fast.
+"""Whether attention kernels, TensorRT plugin and GPU backends work on this machine's GPU, and how fast.
 
-    python -m pagelet.tools.gpu_check [--json OUT.json] [--bundle BUNDLE]… [--kernels DIR] [--only kernels,graph]
+    python -m pagelet.tools.gpu_check [--json OUT.json] [--bundle BUNDLE]… [--kernels DIR] [--only PARTS]
 
 compares the kernels with the NumPy reference over a covering set of nodes and steps, replays a recorded CUDA
 graph with other lengths, times decoding and prefill beside a copy and a matrix product, looks whether an
@@ -8,7 +8,7 @@ engine's plugin sees the cache itself, and runs bundles: their golden prompts, a
 1 if anything is wrong, and takes at most --seconds, four minutes by default.
 
 The kernels are compiled here if triton is installed. Where it is not, with only cuda-bindings and NumPy,
-compile them before, on a machine that needs no GPU, for the device's compute capability, and bring the folder:
+compile them before on a machine that needs no GPU, for the device's compute capability, and bring the folder:
 
     python -m pagelet.tools.gpu_check --compile-only kernels --sm 90
     python -m pagelet.tools.gpu_check --kernels kernels

@@ -123,12 +123,10 @@ class PaperLibrary:
 
     def _pool(self, variant: AttentionVariant, pointers: dict[str, int]) -> Arrays:
         row = variant.block_size, variant.kv_num_heads
-        kinds: dict[str, tuple[tuple[int, ...], Any]] = {
-            name: ((*row, variant.head_dim), CACHE_DTYPES[variant.cache])
-            for name in ("key_cache", "value_cache")
-        }
+        heads = (*row, variant.head_dim), CACHE_DTYPES[variant.cache]
+        kinds: dict[str, tuple[tuple[int, ...], Any]] = dict.fromkeys(("key_cache", "value_cache"), heads)
         if variant.scaled:
-            kinds |= {name: (row, np.float32) for name in SCALES}
+            kinds |= dict.fromkeys(SCALES, (row, np.float32))
         return {
             name: self._cuda.array(
                 pointers[name],

@@ -60,7 +60,7 @@ class WatchedLibrary:
 
 
 class WatchedAttention:
-    """The nodes of an engine as plugins whose launches are watched: what a backend's `load_attention` gives."""
+    """What a backend's `load_attention` gives: plugins whose launches are watched."""
 
     def __init__(self, trt: Any, kernels: Path, driver: Driver) -> None:
         from pagelet.plugins.kernels.library import KernelLibrary

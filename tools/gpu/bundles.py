@@ -10,7 +10,7 @@ from pagelet.models.certificate import GoldenPrompt, load_certificate
 from pagelet.models.manifest import check_files, load_manifest
 from pagelet.runtime import Completion, Engine, EngineConfig, SamplingParams
 from pagelet.runtime.verification import ROUNDED_TOLERANCE, replay
-from pagelet.tools.gpu.report import Figure, Row
+from pagelet.tools.gpu.report import Figure, Row, Status
 
 NEW_TOKENS = 64
 PROMPT_TOKENS = 512
@@ -33,7 +33,7 @@ def check_bundle(bundle: Path) -> Row:
         "certified_agreement": found.certified_agreement,
     }
     detail = f"{manifest.target}, {found.status}: it {found.explanation}"
-    status = "failed" if found.status == "broken" else "ok"
+    status: Status = "failed" if found.status == "broken" else "ok"
     return Row(f"bundle/{bundle.name}/verify", status, detail, figures=figures)
 
 
@@ -91,9 +91,9 @@ def _shortfall(engine: Engine, prompt: list[int], done: Completion) -> float:
 
 
 def _golden(engine: Engine, bundle: Path) -> tuple[list[str], int, int]:
-    """What is wrong with the first tokens after the golden prompts, how many are as at the export, of how many.
+    """What is wrong with the tokens after the golden prompts; how many are as at the export, and of how many.
 
-    A first token may differ where the exporter's own choice was a close one.
+    One may differ where the exporter's own choice was a close one.
     """
     certificate = load_certificate(bundle, load_manifest(bundle))
     prompts = [
@@ -105,8 +105,8 @@ def _golden(engine: Engine, bundle: Path) -> tuple[list[str], int, int]:
     found = [engine.generate(list(prompt.token_ids), params).token_ids[0] for prompt in prompts]
     agreed = sum(token == prompt.top[-1].ids[0] for token, prompt in zip(found, prompts, strict=True))
     problems = [
-        f"golden prompt {index} goes on with token {token}, at the export with {prompt.top[-1].ids[0]}, which "
-        "was far ahead"
+        f"golden prompt {index} goes on with token {token}, at the export with {prompt.top[-1].ids[0]}, "
+        "which was far ahead"
         for index, (token, prompt) in enumerate(zip(found, prompts, strict=True))
         if not _is_close(token, prompt)
     ]

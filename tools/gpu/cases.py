@@ -158,7 +158,6 @@ class Step:
         shapes: what the plan is made from.
         inputs: all but the pool, by the names of the node's inputs.
         pool: caches, and scale caches where the cache has scales.
-        padding: bool [T], rows that belong to no sequence.
         new_slots: int64, flat slots of the pool that the step writes; none of a node that only reads.
     """
 
@@ -166,7 +165,6 @@ class Step:
     shapes: Shapes
     inputs: Arrays
     pool: Arrays
-    padding: Array
     new_slots: Array
 
 
@@ -203,7 +201,6 @@ def build(case: Case) -> Step:
         Shapes(int(ends[-1]), len(spans), table.shape[1], *(mask.shape if mask is not None else (0, 0))),
         inputs,
         pool,
-        np.repeat(~mapped, rows),
         new if variant.writes else new[:0],
     )
 
@@ -316,8 +313,8 @@ def _block_table(
     blocks = sum(map(len, ranges)) + _SPARE_BLOCKS
     free = iter(rng.permutation(blocks).tolist())
     table = np.full((len(spans), max(each.stop for each in ranges) + 1), -1, np.int32)
-    for row, each in zip(table, ranges, strict=True):
-        row[each.start : each.stop] = [next(free) for _ in each]
+    for row, mine in zip(table, ranges, strict=True):
+        row[mine.start : mine.stop] = [next(free) for _ in mine]
     return table, blocks
 
 

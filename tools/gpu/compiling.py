@@ -1,4 +1,4 @@
-"""The kernels that the checks launch, compiled ahead of time: on the GPU's machine, or on any other before."""
+"""The kernels that the checks launch, compiled ahead of time: on the GPU's machine, or before on any."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ OnProgress = Callable[[int, int], None]
 
 def needed() -> dict[str, KernelSpec]:
     """By key: of all cases and loads, what they launch, which is fewer than their nodes have."""
-    launching = (*CASES, graph.CASE, *timing.LOADS)
-    return {spec.key: spec for each in launching for spec in each.specs()}
+    launched = [case.specs() for case in (*CASES, graph.CASE)] + [load.specs() for load in timing.LOADS]
+    return {spec.key: spec for specs in launched for spec in specs}
 
 
 def compile_needed(

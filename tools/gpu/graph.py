@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 
 from pagelet.plugins import reference
-from pagelet.plugins.kernels.launch_plan import Shapes
 from pagelet.plugins.kernels.variant import AttentionVariant
 from pagelet.tools.gpu.cases import (
     Array,
@@ -15,7 +14,6 @@ from pagelet.tools.gpu.cases import (
     Span,
     Step,
     StepKind,
-    as_activation,
     build,
     reference_step,
     rounded,
@@ -93,7 +91,7 @@ def _other(step: Step, rng: np.random.Generator) -> Step:
     inputs["query"] = rounded(query, VARIANT.activation)
     kept = ~padding
     new = reference.new_slots(np.arange(kept.sum() + 1), past[kept], table[kept], size)
-    return replace(step, inputs=inputs, pool=pool, padding=padding, new_slots=new)
+    return replace(step, inputs=inputs, pool=pool, new_slots=new)
 
 
 def _send(memory: DeviceArrays, placed: Placed, step: Step) -> None:

@@ -1,4 +1,4 @@
-"""Each case on the GPU, beside the NumPy reference: what is put out, and what lies in the cache afterwards."""
+"""Each case on the GPU, beside the NumPy reference: its output, and what lies in the cache afterwards."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ Array = NDArray[Any]
 # so of its head's root mean square: what is allowed is relative to that, however many keys there are.
 UNITS = {"f16": 2.0**-11, "bf16": 2.0**-8}
 OF_ELEMENT, OF_HEAD = 3, 8  # units
-# A norm sums in another order, and a rotation's product and sum may be fused: that moves what is written by an
-# ulp or two of float32, and a code by one step if it lay next to a tie. The odds are the error over the step,
-# 2^-22 / 2^-11 for f16 and fewer for others, more for elements that cancelled; ten times that is allowed.
+# A norm sums in another order, and a rotation's product and sum may be fused: that moves what is written by
+# an ulp or two of float32, and a code by one step if it lay next to a tie. The odds are the error over the
+# step, 2^-22 / 2^-11 for f16 and fewer for others, more for what cancelled; ten times that is allowed.
 CODES_APART = 0.005
 SCALE_ERROR = 1e-6
 _CANCELLED = 2.0**-21  # of a head's largest element: error of one that is nearly 0, whose own step is finer
@@ -190,8 +190,8 @@ def compare_output(
         row, head = _first(share > 1, variant)
         at = np.unravel_index(share.argmax(), share.shape)
         problems.append(
-            f"output: from row {row}, head {head} on {np.mean(share > 1):.1%} of the elements are wrong, by up "
-            f"to {error[at]:.3g} where {allowed[at]:.2g} is allowed"
+            f"output: from row {row}, head {head} on {np.mean(share > 1):.1%} of the elements are wrong, by "
+            f"up to {error[at]:.3g} where {allowed[at]:.2g} is allowed"
         )
     return problems, float(error.max(initial=0)), float(share.max(initial=0))
 

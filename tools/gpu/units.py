@@ -11,7 +11,8 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -39,12 +40,12 @@ def checks(bundles: Iterable[Path]) -> dict[str, Check]:
     """By name, in order."""
     found: dict[str, Check] = {"device": check_device}
     for case in CASES:
-        found[f"kernels/{case.name}"] = lambda gpu, case=case: check_case(gpu, case)  # type: ignore[misc]
+        found[f"kernels/{case.name}"] = partial(check_case, case=case)
     found["graph"] = check_graph
     found["timing/copy"] = check_copy
     found["timing/matrix"] = lambda gpu: check_matrix()
     for load in LOADS:
-        found[f"timing/{load.name}"] = lambda gpu, load=load: check_load(gpu, load)  # type: ignore[misc]
+        found[f"timing/{load.name}"] = partial(check_load, load=load)
     for bundle in bundles:
         found |= _of_bundle(bundle)
     return found
