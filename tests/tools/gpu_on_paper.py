@@ -17,8 +17,8 @@ from pagelet.plugins import reference
 from pagelet.plugins.cuda_driver import Driver
 from pagelet.plugins.kernels.launch_plan import Shapes
 from pagelet.plugins.kernels.variant import AttentionVariant
-from pagelet.tools.gpu.cases import CACHE_DTYPES, SCALES, Arrays, as_activation, as_float, reference_step
 from pagelet.tools.gpu.device import Gpu
+from pagelet.tools.gpu.steps import CACHE_DTYPES, SCALES, Arrays, as_activation, as_float, reference_step
 
 _EXTRA = 256  # bytes that the checks add behind an array
 

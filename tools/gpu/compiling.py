@@ -10,18 +10,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from pagelet.plugins.kernels.launch_plan import plan
 from pagelet.plugins.kernels.records import KernelError, KernelRecord, KernelTable
 from pagelet.plugins.kernels.variant import AttentionVariant, KernelSpec
 from pagelet.tools.gpu import graph, timing
 from pagelet.tools.gpu.cases import CASES
+from pagelet.tools.gpu.steps import build
 
 OnProgress = Callable[[int, int], None]
 
 
 def needed() -> dict[str, KernelSpec]:
     """By key: of all cases and loads, what they launch, which is fewer than their nodes have."""
-    launched = [case.specs() for case in (*CASES, graph.CASE)] + [load.specs() for load in timing.LOADS]
-    return {spec.key: spec for specs in launched for spec in specs}
+    steps = [(case.variant, build(case).shapes) for case in (*CASES, graph.CASE)]
+    steps += [(load.variant, load.shapes) for load in timing.LOADS]
+    launches = [launch for variant, shapes in steps for launch in plan(variant, shapes)]
+    return {launch.kernel.key: launch.kernel for launch in launches}
 
 
 def compile_needed(

@@ -8,20 +8,11 @@ import numpy as np
 
 from pagelet.plugins import reference
 from pagelet.plugins.kernels.variant import AttentionVariant
-from pagelet.tools.gpu.cases import (
-    Array,
-    Case,
-    Span,
-    Step,
-    StepKind,
-    build,
-    reference_step,
-    rounded,
-    write_random,
-)
+from pagelet.tools.gpu.cases import Case, Span, StepKind
 from pagelet.tools.gpu.device import DeviceArrays, Gpu
 from pagelet.tools.gpu.kernels import Placed, compare, device_inputs, place
 from pagelet.tools.gpu.report import Figure, Row
+from pagelet.tools.gpu.steps import Array, Step, build, reference_step, rounded, write_random
 
 REPLAYS = 100
 SEQUENCES = 4

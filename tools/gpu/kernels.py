@@ -12,19 +12,10 @@ from numpy.typing import NDArray
 
 from pagelet.plugins.kernels.launch_plan import workspace_bytes
 from pagelet.plugins.kernels.variant import AttentionVariant
-from pagelet.tools.gpu.cases import (
-    POOL,
-    SCALES,
-    Arrays,
-    Case,
-    Step,
-    as_activation,
-    as_float,
-    build,
-    reference_step,
-)
+from pagelet.tools.gpu.cases import Case
 from pagelet.tools.gpu.device import DeviceArrays, Gpu
 from pagelet.tools.gpu.report import Figure, Row
+from pagelet.tools.gpu.steps import POOL, SCALES, Arrays, Step, as_activation, as_float, build, reference_step
 
 Array = NDArray[Any]
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pagelet.plugins.kernels.launch_plan import Shapes, plan, workspace_bytes
-from pagelet.plugins.kernels.variant import AttentionVariant, KernelSpec
-from pagelet.tools.gpu.cases import Array, Arrays, as_activation, tables_of
+from pagelet.plugins.kernels.launch_plan import Shapes, workspace_bytes
+from pagelet.plugins.kernels.variant import AttentionVariant
 from pagelet.tools.gpu.device import DeviceArrays, Gpu
 from pagelet.tools.gpu.kernels import block_bytes
 from pagelet.tools.gpu.report import Figure, Row
+from pagelet.tools.gpu.steps import Array, Arrays, as_activation, tables_of
 
 COPY_BYTES = 1 << 29
 POOL_BYTES = 1 << 28  # at least: caches of GPUs have up to 128 MiB
@@ -80,10 +80,6 @@ class Load:
         """Query × key and weight × value of all that a row sees, two for each multiply-add."""
         seen = self.sequences * sum(range(self.past + 1, self.past + self.rows + 1))
         return 4 * seen * self.variant.num_heads * self.variant.head_dim
-
-    def specs(self) -> tuple[KernelSpec, ...]:
-        """The kernels that it launches."""
-        return tuple(launch.kernel for launch in plan(self.variant, self.shapes))
 
 
 LOADS = (
