@@ -14,12 +14,18 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from pagelet.models.config import spec_from_config
 from pagelet.models.weight_shapes import source_name, weight_shapes
 
-# The shape of a 1B Llama 3.2: 16 layers, 32 heads on 8 KV heads, a tied table of 128,256 tokens.
+# "1b": the shape of a 1B Llama 3.2: 16 layers, 32 heads on 8 KV heads, a tied table of 128,256 tokens.
 SHAPES: dict[str, dict[str, object]] = {
     "1b": {
         "vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 8192,
         "rope_theta": 5e5, "tie_word_embeddings": True,
+    },
+    "qwen3-0.6b": {
+        "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151_936, "hidden_size": 1024,
+        "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40_960, "rope_theta": 1e6,
+        "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
     },
     "100m": {
         "vocab_size": 32_000, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12,
@@ -32,7 +38,7 @@ _PIECE = 1 << 22
 
 
 def write_checkpoint(folder: Path, shape: Mapping[str, object], seed: int = 0) -> None:
-    """A Llama's folder in bf16, of a shape as in SHAPES: weights of deviation 0.02, norms of one."""
+    """A folder in bf16, of a shape as in SHAPES (a Llama's by default): deviation 0.02, norms of one."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {**_LLAMA, **shape}
     spec = spec_from_config(config)
