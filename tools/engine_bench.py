@@ -55,7 +55,7 @@ def measure(work: Path, model: str, source: Path, weights: str) -> Row:
     }
     cost = export_apart(source, bundle, options)
     done = subprocess.run(
-        [sys.executable, "-m", __name__, "--build", str(bundle)],
+        [sys.executable, "-m", "pagelet.tools.engine_bench", "--build", str(bundle)],
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -114,10 +114,11 @@ def main() -> int:
 
 def _line(row: Row) -> str:
     sms = ",".join(map(str, row.sms))
+    export = f"export {row.export_seconds:5.0f} s, peak {row.export_peak / 1e9:4.1f} GB"
     return (
         f"{row.model:<10} {row.weights:<4} SM {sms:<9} engine {row.engine_bytes / 1e6:6.0f} MB in "
         f"{row.build_seconds:5.1f} s, peak {row.build_peak / 1e9:4.1f} GB; kernels "
-        f"{row.kernel_bytes / 1e6:.1f} MB; export {row.export_seconds:5.0f} s, peak {row.export_peak / 1e9:4.1f} GB"
+        f"{row.kernel_bytes / 1e6:.1f} MB; {export}"
     )
 
 
