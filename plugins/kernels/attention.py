@@ -99,7 +99,7 @@ def attend(
     total = tl.zeros([BLOCK_M], tl.float32)
     attended = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for t in tl.range(full_begin, full_end):
-        key_row, position, exists = _locate(t, table, end, kv_head, KV_HEADS, BLOCK_SIZE, BLOCK_N, False)
+        key_row, exists = _locate(t, table, end, kv_head, KV_HEADS, BLOCK_SIZE, BLOCK_N, False)
         scores = _scores(
             query, key_cache, key_scale_cache, key_row, exists, HEAD_DIM, SCALE, SOFTCAP, CACHE, False
         )
@@ -122,11 +122,13 @@ def attend(
     low = full_begin - key_begin
     for i in tl.range(0, low + key_end - full_end, num_stages=1):
         t = tl.where(i < low, key_begin + i, full_end + i - low)
-        key_row, position, exists = _locate(t, table, end, kv_head, KV_HEADS, BLOCK_SIZE, BLOCK_N, True)
+        key_row, exists = _locate(t, table, end, kv_head, KV_HEADS, BLOCK_SIZE, BLOCK_N, True)
         scores = _scores(
             query, key_cache, key_scale_cache, key_row, exists, HEAD_DIM, SCALE, SOFTCAP, CACHE, True
         )
-        visible = _visible(position - past, index, seen, past, mask_row, valid, mask_words, WINDOW, TREE)
+        visible = _visible(
+            t * BLOCK_N - past, index, seen, mask_row, valid, mask_words, BLOCK_N, WINDOW, TREE
+        )
         visible = visible & exists[None, :]
         attended, peak, total = _reduce(
             scores,
@@ -186,7 +188,7 @@ def _locate(
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Of a tile of keys: rows ``slot * KV_HEADS + head`` of the cache, logical positions, what is there.
+    """Of a tile of keys: rows ``slot * KV_HEADS + head`` of the cache, and what is there.
 
     Rows are valid everywhere: what is not mapped has one of block 0, which always exists.
     """
@@ -200,7 +202,7 @@ def _locate(
         blocks = tl.load(table + position // BLOCK_SIZE)
     exists = exists & (blocks >= 0)
     slot = tl.maximum(blocks, 0).to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
-    return slot * KV_HEADS + kv_head, position, exists
+    return slot * KV_HEADS + kv_head, exists
 
 
 @triton.jit
@@ -317,21 +319,35 @@ def _reduce(
 
 
 @triton.jit
-def _visible(j, index, seen, past, mask_row, valid, mask_words, WINDOW: tl.constexpr, TREE: tl.constexpr):
-    """Which rows see which keys, ``[BLOCK_M, BLOCK_N]``.
+def _visible(
+    begin,
+    index,
+    seen,
+    mask_row,
+    valid,
+    mask_words,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TREE: tl.constexpr,
+):
+    """Which rows see which keys of a tile, ``[BLOCK_M, BLOCK_N]``.
 
     Args:
-        j: of the keys, as rows of the step; negative: of the past.
+        begin: of the tile, as a row of the step: negative in the past.
         index: of the rows in their sequence.
         seen: how many rows of the step a row sees beside itself.
     """
+    j = begin + tl.arange(0, BLOCK_N)
     column = j[None, :]
     row = index[:, None]
     visible = column <= row
     if TREE:
-        asked = valid[:, None] & (column >= 0) & (column < row)
-        words = tl.load(mask_row[:, None] + column // 32, mask=asked & (column // 32 < mask_words), other=0)
-        visible = (column < 0) | (column == row) | (asked & (((words >> (column % 32)) & 1) != 0))
+        bits = tl.zeros(visible.shape, tl.int32)
+        for w in range(tl.maximum(begin, 0) // 32, tl.minimum(tl.cdiv(begin + BLOCK_N, 32), mask_words)):
+            word = tl.load(mask_row + w, mask=valid, other=0)[:, None]
+            bit = column - 32 * w
+            bits |= tl.where((bit >= 0) & (bit < 32), word >> tl.minimum(tl.maximum(bit, 0), 31), 0)
+        visible = (column < 0) | (column == row) | ((column < row) & ((bits & 1) != 0))
         if WINDOW > 0:  # it counts what a row sees: the past, then its ancestors, then itself
             before = tl.zeros(visible.shape, tl.int32)
             for w in range(mask_words):

@@ -91,7 +91,9 @@ def plan(variant: AttentionVariant, shapes: Shapes) -> tuple[Launch, ...]:
     if shapes.tokens == 0 or shapes.sequences == 0:
         return ()
     decode = shapes.tokens <= DECODE_ROWS * shapes.sequences
-    splits = _splits(variant, shapes) if decode else 0
+    role = ("decode" if decode else "prefill") + ("_tree" if shapes.mask_rows else "")
+    tiles = _tiles(variant, shapes, role)
+    splits = _splits(variant, shapes, tiles) if decode else 0
     layout = _layout(variant, shapes.tokens, shapes.tokens * splits)
     values: dict[str, Argument] = {
         "prepared_query": Workspace(0),
@@ -116,10 +118,9 @@ def plan(variant: AttentionVariant, shapes: Shapes) -> tuple[Launch, ...]:
 
     groups = -(-variant.num_heads // HEADS_PER_PROGRAM)
     groups += 2 * -(-variant.kv_num_heads // HEADS_PER_PROGRAM) if variant.writes else 0
-    role = ("decode" if decode else "prefill") + ("_tree" if shapes.mask_rows else "")
     launches = [
         launch("prepare", shapes.tokens, groups, 1),
-        launch(role, _tiles(variant, shapes, decode), variant.kv_num_heads, max(splits, 1)),
+        launch(role, tiles, variant.kv_num_heads, max(splits, 1)),
     ]
     return (*launches, launch("merge", shapes.tokens, variant.num_heads, 1)) if decode else tuple(launches)
 
@@ -128,23 +129,23 @@ def workspace_bytes(variant: AttentionVariant, max_tokens: int, max_sequences: i
     """Bytes that suffice for every step with at most so many tokens, sequences and table columns."""
     split_tokens = min(max_tokens, DECODE_ROWS * max_sequences)
     # A step of n rows has at least n / tokens per tile tiles, so n × splits is bounded for all n at once.
-    tokens_per_tile = tile_of(variant, decode=True).rows // variant.group
+    tokens_per_tile = tile_of(variant, "decode").rows // variant.group
     most = max(1, PROGRAMS // variant.kv_num_heads) * tokens_per_tile
     partial_rows = min(max(split_tokens, most), split_tokens * _most_splits(variant, table_width))
     return _layout(variant, max_tokens, partial_rows).end
 
 
-def _tiles(variant: AttentionVariant, shapes: Shapes, decode: bool) -> int:
+def _tiles(variant: AttentionVariant, shapes: Shapes, role: str) -> int:
     """Tiles of rows: a sequence that begins at row ``b`` has its first at ``b // tokens per tile + s``.
 
     So each sequence has room for all its rows, whatever the lengths (as in vLLM's unified Triton kernel).
     """
-    tokens_per_tile = tile_of(variant, decode).rows // variant.group
+    tokens_per_tile = tile_of(variant, role).rows // variant.group
     return shapes.tokens // tokens_per_tile + shapes.sequences
 
 
-def _splits(variant: AttentionVariant, shapes: Shapes) -> int:
-    programs = _tiles(variant, shapes, decode=True) * variant.kv_num_heads
+def _splits(variant: AttentionVariant, shapes: Shapes, tiles: int) -> int:
+    programs = tiles * variant.kv_num_heads
     return min(max(1, PROGRAMS // programs), _most_splits(variant, shapes.table_width))
 
 

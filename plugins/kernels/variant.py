@@ -200,12 +200,16 @@ _DECODE = {
 }
 
 
-def tile_of(variant: AttentionVariant, decode: bool) -> Tile:
-    """The tile of a node's prefill or decode kernel."""
-    tile = (_DECODE if decode else _PREFILL)[padded(variant.head_dim)]
-    # Decode holds at least 5 tokens in 16 rows for small groups, 4 in 32 for the usual 4 to 8: so the rows
-    # of a verification read the keys once or twice.
-    rows = 16 if decode and variant.group <= 3 else tile.rows
+def tile_of(variant: AttentionVariant, role: str) -> Tile:
+    """The tile of a node's kernel ``prefill``, ``prefill_tree``, ``decode`` or ``decode_tree``."""
+    tile = (_DECODE if role.startswith("decode") else _PREFILL)[padded(variant.head_dim)]
+    rows = tile.rows
+    if role == "prefill_tree":  # the mask takes registers
+        rows = 32
+    elif role.startswith("decode") and variant.group <= 3:
+        # At least 5 tokens fit, as 4 do into 32 rows of the usual groups of 4 to 8: so the rows of a
+        # verification read the keys once or twice.
+        rows = 16
     # In half a tile that fits into a block, one entry of the block table serves all keys.
     fits = variant.block_size % tile.keys == 0 or variant.block_size % 32
     return replace(tile, rows=rows, keys=tile.keys if fits else min(tile.keys, 32))
@@ -219,7 +223,7 @@ def padded(size: int) -> int:
 @lru_cache(maxsize=512)
 def _kernels(variant: AttentionVariant) -> dict[str, KernelSpec]:
     specs = [_prepare(variant)]
-    specs += [_attend(variant, decode, tree) for decode in (False, True) for tree in (False, True)]
+    specs += [_attend(variant, role) for role in ("prefill", "prefill_tree", "decode", "decode_tree")]
     return {spec.role: spec for spec in [*specs, _merge(variant)]}
 
 
@@ -273,12 +277,12 @@ def _prepare(variant: AttentionVariant) -> KernelSpec:
     )
 
 
-def _attend(variant: AttentionVariant, decode: bool, tree: bool) -> KernelSpec:
+def _attend(variant: AttentionVariant, role: str) -> KernelSpec:
     activation, cache = f"*{ACTIVATIONS[variant.activation]}", f"*{CACHES[variant.cache]}"
-    tile = tile_of(variant, decode)
+    tile, decode = tile_of(variant, role), role.startswith("decode")
     return KernelSpec(
         "attend",
-        ("decode" if decode else "prefill") + ("_tree" if tree else ""),
+        role,
         (
             ("prepared_query", activation),
             ("key_cache", cache),
@@ -312,7 +316,7 @@ def _attend(variant: AttentionVariant, decode: bool, tree: bool) -> KernelSpec:
             "WINDOW": max(variant.local_window_size, 0),
             "SINKS": variant.sinks and not decode,  # merge adds a split row's
             "CACHE": variant.cache,
-            "TREE": tree,
+            "TREE": role.endswith("_tree"),
             "SPLIT": decode,
         },
         tile.warps,

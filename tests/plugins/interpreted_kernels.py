@@ -31,6 +31,13 @@ TORCH_TYPES = {
     "*i32": torch.int32,
     "*i64": torch.int64,
 }
+# Rotated queries, weights and outputs are rounded to the activation's type; with bf16 what an f16 cache
+# holds is too. Each moves an output by about a unit roundoff of what it reduces, below 4 here: 3.3 units were
+# seen.
+TOLERANCE = {
+    "f16": {"rtol": 3 * 2.0**-11, "atol": 6 * 2.0**-11},
+    "bf16": {"rtol": 3 * 2.0**-8, "atol": 6 * 2.0**-8},
+}
 POISON = 0xFF  # in every byte: NaN as floats, -1 as integers
 
 
@@ -74,8 +81,11 @@ def rounded(array: Any, activation: str) -> Any:
     return torch.from_numpy(np.ascontiguousarray(array)).to(dtype).float().numpy()
 
 
-def run(variant: AttentionVariant, arrays: Mapping[str, Any]) -> Any:
-    """One step: float32 ``[T, num_heads * head_dim]``. Caches among the arrays are updated in place."""
+def run(variant: AttentionVariant, arrays: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """One step: float32 ``[T, num_heads * head_dim]``, and the roles that were launched.
+
+    Caches among the arrays are updated in place.
+    """
     mask = arrays.get("ancestor_mask", np.empty((0, 0), np.int32))
     tokens, (sequences, width) = len(arrays["query"]), arrays["block_table"].shape
     shapes = Shapes(tokens, sequences, width, *mask.shape)
@@ -85,7 +95,8 @@ def run(variant: AttentionVariant, arrays: Mapping[str, Any]) -> Any:
     for name in {"query", "key", "value"} & set(tensors):
         tensors[name] = tensors[name].to(activation)
     tensors["output"] = torch.full((tokens, variant.num_heads * variant.head_dim), torch.nan).to(activation)
-    for launch in plan(variant, shapes):
+    launches = plan(variant, shapes)
+    for launch in launches:
         kernel = launch.kernel
         types = [TORCH_TYPES.get(kind) for _, kind in kernel.arguments]
         values = [_value(a, t, tensors, workspace) for a, t in zip(launch.arguments, types, strict=True)]
@@ -93,7 +104,39 @@ def run(variant: AttentionVariant, arrays: Mapping[str, Any]) -> Any:
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")  # NaN and infinity are what some tests are about
             function[launch.grid](*values, **kernel.constants)
-    return tensors["output"].float().numpy()
+    return tensors["output"].float().numpy(), [launch.kernel.role for launch in launches]
+
+
+def check(
+    make_world: Any, layer: Any, spans: list[tuple[int, int, int]], activation: str = "f16", seed: int = 0
+) -> list[str]:
+    """Compares a step of a `World` of conftest with the reference; the roles that were launched."""
+    world = make_world(layer, [end for _, _, end in spans], seed)
+    world.qkv = [rounded(rows, activation) for rows in world.qkv]
+    return compare(world, world.step(spans), world.with_past([begin for _, begin, _ in spans]), activation)
+
+
+def compare(world: Any, step: Mapping[str, Any], caches: Any, activation: str = "f16") -> list[str]:
+    """Output and caches of a step, of a world with rounded activations."""
+    expected_caches = caches.copy()
+    expected = world.reference(step, expected_caches)
+    output, roles = run(variant_of(world.layer, activation), {**step, **caches.arrays()})
+    np.testing.assert_allclose(output, expected, **TOLERANCE[activation])
+    normed = world.layer.norm_values or "k_norm_weight" in world.layer.head_weights
+    for name, cache in expected_caches.arrays().items():
+        compare_caches(caches.arrays()[name], cache, name, exactly=not normed)
+    return roles
+
+
+def compare_caches(found: Any, expected: Any, name: str, *, exactly: bool) -> None:
+    """To the bit, or but for the order in which a norm sums squares: steps of codes, ulps of scales."""
+    if exactly or expected.dtype == np.float32:
+        np.testing.assert_allclose(found, expected, rtol=0 if exactly else 3e-7, err_msg=name)
+        return
+    bits = {1: np.int8, 2: np.int16}[expected.itemsize]
+    apart = np.abs(found.view(bits).astype(np.int32) - expected.view(bits))
+    assert apart.max(initial=0) <= 1, name
+    assert (apart > 0).mean() < 0.01, name
 
 
 def _value(argument: Argument, dtype: Any, tensors: Mapping[str, Any], workspace: Any) -> Any:
@@ -113,8 +156,8 @@ def _value(argument: Argument, dtype: Any, tensors: Mapping[str, Any], workspace
 def _mend_interpreter() -> None:
     """What Triton 3.9's interpreter lacks.
 
-    It multiplies the bits of bfloat16 as integers in `tl.dot`, and cuts where GPUs round. And it patches all of
-    `triton.language` again for each call of a function, which is most of its time: once is enough here.
+    It multiplies the bits of bfloat16 as integers in `tl.dot`, and cuts where GPUs round. And it patches all
+    of `triton.language` again for each call of a function, which is most of its time: once is enough here.
     """
     import triton.language as tl
     from triton.runtime import interpreter
@@ -140,6 +183,8 @@ def _mend_interpreter() -> None:
 
     builder.cast_impl, builder.create_dot = cast_impl, create_dot
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    # Checks of each addition for overflow, which take a third of the time.
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
 
 
