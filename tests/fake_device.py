@@ -49,7 +49,7 @@ class Device:
         backend = TensorRTBackend(
             folder,
             manifest,
-            cache_shape(manifest, max_step_tokens=64).layout(kv_bytes, manifest.spec.max_context),
+            cache_shape(manifest, max_step_tokens=128).layout(kv_bytes, manifest.spec.max_context),
             max_rows=max_rows,
             driver=Driver.open(bindings=self.cuda),
             trt=self.trt,

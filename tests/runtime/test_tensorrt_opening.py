@@ -118,7 +118,7 @@ def test_an_engine_of_another_model_is_refused(device: Device, bundle: Path) -> 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"step_tokens": 32}, "max_step_tokens is 64, but the engine was built for 32"),
+        ({"step_tokens": 100}, "max_step_tokens is 128, but the engine was built for 100"),
         ({"max_rows": 161}, "most rows of logits in a step are 161, but the engine was built for 160"),
     ],
 )
@@ -238,12 +238,12 @@ def test_after_a_failed_kernel_everything_fails_and_closing_does_not(bundle: Pat
 
 
 def test_a_step_that_is_too_large_is_a_bug(device: Device, bundle: Path) -> None:
-    gpu = device.open(bundle, max_sequences=2, step_tokens=64)
+    gpu = device.open(bundle, max_sequences=2, step_tokens=128)
     with pytest.raises(BackendError, match="asks for 145 rows of logits; the backend was opened for 144"):
         gpu.run(batch_of((0, 0, 50), rows=[0] * 145))
     for batch in (
         batch_of((0, 0, 1), (12, 0, 1), (24, 0, 1)),
-        batch_of((0, 0, 81)),
+        batch_of((0, 0, 129)),
     ):
         with pytest.raises(
             BackendError, match=r"of shape \[\d+.*; the engine takes at most .* a bug in pagelet"
