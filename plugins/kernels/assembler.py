@@ -1,9 +1,9 @@
 """ptxas: from Triton's PTX to a cubin. Which one is used depends on the driver that must load the result.
 
 A driver loads cubins of its own major version of CUDA and of earlier ones. JetPack 6 on Orin (SM 87) has CUDA
-12.6, so SM 87 is assembled by CUDA 12; JetPack 7 loads that too. For the others it is the ptxas that Triton is
-tested with: of CUDA 12.9 before SM 90, of CUDA 13 from there. So a server with Hopper and a driver of CUDA 12
-needs another one; the rest from SM 90 has drivers of CUDA 13 (JetPack 7; TensorRT-RTX for CUDA 13 asks for it).
+12.6, so SM 87 is assembled by CUDA 12; JetPack 7 loads that too. For the others it is the ptxas that Triton
+is tested with: of CUDA 12.9 before SM 90, of CUDA 13 from there. So Hopper with a driver of CUDA 12 needs
+another one; what else there is from SM 90 has drivers of CUDA 13 (JetPack 7, TensorRT-RTX for CUDA 13).
 """
 
 from __future__ import annotations
