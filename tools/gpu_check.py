@@ -58,6 +58,8 @@ def _check(args: argparse.Namespace) -> int:
     rows: list[Row] = []
     with ExitStack() as resources:
         rows += supervise(["device"], _command(args, args.kernels), deadline, _show)
+        if rows[0].status == "failed":
+            names = []
         kernels = args.kernels
         if kernels is None and any(name.split("/")[0] in _USE_KERNELS for name in names):
             folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="pagelet-gpu-check-")))

@@ -246,8 +246,10 @@ def _steps(new: Array, wanted: Array, cache: str) -> Array:
     with np.errstate(invalid="ignore"):
         step = np.spacing(np.abs(wanted)).astype(np.float64)
     largest = np.abs(wanted.astype(np.float64)).max(axis=-1, keepdims=True, initial=0)
-    steps: Array = np.where(difference > 0, difference / np.maximum(step, _CANCELLED * largest), 0)
-    return np.nan_to_num(steps, nan=np.inf)
+    steps = np.divide(
+        difference, np.maximum(step, _CANCELLED * largest), out=difference, where=difference != 0
+    )
+    return np.nan_to_num(steps, nan=np.inf, posinf=np.inf)
 
 
 def _bits(array: Array) -> Array:

@@ -11,6 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -133,16 +134,15 @@ def supervise(
             for name in list(left):
                 add(Row(name, "skipped", "out of time"))
             break
-        worker = _Worker(command, left)
+        before, worker = len(left), _Worker(command, left)
         try:
             begun = _follow(worker, deadline, add)
         finally:
             status = worker.end()
-        if left and time.monotonic() < deadline:
-            name = begun or left[0]
-            if name in left:
-                why = "it hangs" if status is None else f"its process ended with status {status}"
-                add(Row(name, "failed", why, seconds=worker.seconds))
+        # Who was in work is to blame; whoever was done has told what happened.
+        if (begun or len(left) == before) and time.monotonic() < deadline:
+            why = "it hangs" if status is None else f"its process ended with status {status}"
+            add(Row(begun or left[0], "failed", why, seconds=worker.seconds))
     return rows
 
 
@@ -158,26 +158,28 @@ class _Worker:
         self._began = time.monotonic()
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        with self._process.stdin as stdin:
+        with suppress(BrokenPipeError), self._process.stdin as stdin:  # it may have ended already
             json.dump(list(names), stdin)
-        threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True).start()
+        self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
+        self._reader.start()
 
     @property
     def seconds(self) -> float:
         return time.monotonic() - self._began
 
     def _read(self, stdout: TextIO) -> None:
-        for line in stdout:
-            self.lines.put(line)
+        with stdout:
+            for line in stdout:
+                self.lines.put(line)
         self.lines.put(None)
 
     def end(self) -> int | None:
         """Its status; None: it had to be killed."""
-        if not self.hangs:
-            return self._process.wait()
-        self._process.kill()
-        self._process.wait()
-        return None
+        if self.hangs:
+            self._process.kill()
+        status = self._process.wait()
+        self._reader.join(5)
+        return None if self.hangs else status
 
 
 def _follow(worker: _Worker, deadline: float, add: OnRow) -> str:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping
+import sys
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from fake_cuda import FakeCuda
+from fake_cuda import CUresult, FakeCuda
 
 from pagelet.plugins import reference
-from pagelet.plugins.cuda_driver import Driver
+from pagelet.plugins.cuda_driver import CudaError, Driver
 from pagelet.plugins.kernels.launch_plan import Shapes
 from pagelet.plugins.kernels.variant import AttentionVariant
+from pagelet.tools import gpu_check
 from pagelet.tools.gpu.device import Gpu
 from pagelet.tools.gpu.steps import CACHE_DTYPES, SCALES, Arrays, as_activation, as_float, reference_step
 
@@ -27,8 +31,16 @@ class PaperLibrary:
     """Stands for a `KernelLibrary`: computes with what lies behind the pointers when the stream comes there.
 
     Args:
-        wrong: "" for nothing; "window", "heads", "scale", "cache scale", "slot", "other slot", "nan",
-            "overrun", "norm".
+        wrong: "" for nothing; else one of
+            "window", "scale", "norm", "heads", "nan": what is put out: without a window, with scores or a
+                norm's epsilon of another size, with two heads exchanged, not a number at its end;
+            "cache scale", "slot", "lost": what lies in the cache: scales 1% larger, a token in another's
+                place too, the last token missing;
+            "overrun": a byte behind the output is written;
+            "frozen": lengths are read when a step is launched, not when it runs;
+            "waits": the host waits for the stream;
+            "crash": nodes with sinks make the device fail;
+            "hang": they never end.
     """
 
     def __init__(self, cuda: FakeCuda, wrong: str = "") -> None:
@@ -43,10 +55,21 @@ class PaperLibrary:
         stream: int,
     ) -> None:
         pointers = dict(tensors)
-        self._cuda.enqueue(stream, lambda: self._compute(variant, shapes, pointers))
+        if self._wrong == "waits":
+            code, *_ = self._cuda.cuStreamSynchronize(stream)
+            if code:
+                raise CudaError("cuStreamSynchronize failed.", int(code), code.name)
+        if variant.sinks and self._wrong == "crash":
+            self._cuda.fail("cuStreamSynchronize", CUresult.CUDA_ERROR_ILLEGAL_ADDRESS)
+        if variant.sinks and self._wrong == "hang":
+            time.sleep(60)
+        known = self._inputs(variant, shapes, pointers) if self._wrong == "frozen" else None
+        self._cuda.enqueue(stream, lambda: self._compute(variant, shapes, pointers, known))
 
-    def _compute(self, variant: AttentionVariant, shapes: Shapes, pointers: dict[str, int]) -> None:
-        inputs, pool = self._inputs(variant, shapes, pointers), self._pool(variant, pointers)
+    def _compute(
+        self, variant: AttentionVariant, shapes: Shapes, pointers: dict[str, int], known: Arrays | None
+    ) -> None:
+        inputs, pool = known or self._inputs(variant, shapes, pointers), self._pool(variant, pointers)
         table = inputs["block_table"]
         kept = (inputs["past_seqlens"] > 0) | (table >= 0).any(axis=1)
         counts = np.diff(inputs["cumulative_sequence_length"])
@@ -141,11 +164,28 @@ class PaperLibrary:
         return ctypes.sizeof(self._cuda.memory[pointer]) - _EXTRA
 
 
+def open_paper(fake: FakeCuda, kernels: Path | None, wrong: str = "") -> Gpu:
+    return Gpu(Driver.open(bindings=fake), kernels, lambda folder, driver: PaperLibrary(fake, wrong))
+
+
 @contextmanager
 def paper_gpu(wrong: str = "", kernels: Path | None = Path("kernels"), **cuda: Any) -> Iterator[Gpu]:
-    """A device on which nothing may be left at the end but what the driver holds."""
+    """A device on which no memory and no graph may be left at the end."""
     fake = FakeCuda(**cuda)
-    open_library: Callable[[Path, Driver], PaperLibrary] = lambda folder, driver: PaperLibrary(fake, wrong)  # noqa: E731
-    gpu = Gpu(Driver.open(bindings=fake), kernels, open_library)
-    yield gpu
+    yield open_paper(fake, kernels, wrong)
     assert not fake.memory, "memory was not given back"
+    assert not fake.executables, "a graph was not destroyed"
+
+
+def main(wrong: str, *arguments: str) -> int:
+    """As a program: `gpu_check` with arguments, over a device of paper. "no device": there is none."""
+    fake = FakeCuda(devices=wrong != "no device")
+    gpu_check.Driver = SimpleNamespace(open=lambda: Driver.open(bindings=fake))  # type: ignore[assignment,misc]
+    gpu_check.Gpu = lambda driver, kernels: Gpu(  # type: ignore[assignment,misc]
+        driver, kernels, lambda folder, driver: PaperLibrary(fake, wrong)
+    )
+    return gpu_check.main(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
