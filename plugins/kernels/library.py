@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Hashable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,6 +67,7 @@ class KernelLibrary:
                 f"SM {self._sm}: export with --sm {self._sm}"
             )
         self._lock = threading.Lock()
+        self._closed = False
         self._modules: list[int] = []
         self._functions: dict[str, _Function] = {}
         # TensorRT gives a layer the same memory at every step of the same shapes.
@@ -113,13 +115,15 @@ class KernelLibrary:
             self._function(spec)
 
     def close(self) -> None:
-        """Unloads the modules; nothing of them may be running."""
+        """Unloads the modules; nothing of them may be running, and nothing runs any more. Twice is fine."""
         with self._lock:
+            self._closed = True
             modules, self._modules = self._modules, []
             self._functions.clear()
             self._resolved.clear()
         for module in modules:
-            self._driver.unload_module(module)
+            with suppress(CudaError):  # after a kernel's error they are gone with the context
+                self._driver.unload_module(module)
 
     def _resolve(
         self,
@@ -158,6 +162,8 @@ class KernelLibrary:
             return function
 
     def _load(self, spec: KernelSpec) -> _Function:
+        if self._closed:
+            raise KernelLibraryError("the kernels were unloaded: open the bundle again")
         record = self._table.kernels.get(spec.key)
         if record is None or self._sm not in record.cubins:
             raise KernelLibraryError(

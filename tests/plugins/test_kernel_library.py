@@ -61,6 +61,8 @@ class Recorder:
 
     def unload_module(self, module: int) -> None:
         self.unloaded.append(module)
+        if self.refuses:
+            raise CudaError("cuModuleUnload failed.", 700, "CUDA_ERROR_ILLEGAL_ADDRESS")
 
     def function(self, module: int, entry: str) -> int:
         return 1000 * module
@@ -189,6 +191,20 @@ def test_misaligned_tensors_are_named(folder: Path) -> None:
 
 def test_a_driver_of_paper_computes_what_the_reference_does() -> None:
     in_own_process(str(Path(__file__).with_name("interpreted_library.py")))
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_nothing_runs_after_closing(folder: Path, lost: bool) -> None:
+    """All modules are unloaded, also where a kernel's error took the context with it."""
+    driver = Recorder()
+    library = KernelLibrary(folder, driver)  # type: ignore[arg-type]
+    library.run(VARIANT, DECODE, TENSORS, WORKSPACE, STREAM)
+    driver.refuses = lost
+    library.close()
+    library.close()
+    assert driver.unloaded == [1, 2, 3]
+    with pytest.raises(KernelLibraryError, match="the kernels were unloaded"):
+        library.run(VARIANT, DECODE, TENSORS, WORKSPACE, STREAM)
 
 
 # What is refused
