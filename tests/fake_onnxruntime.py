@@ -5,6 +5,7 @@ while copies of the cache still wait in a stream, options under which ONNX Runti
 """
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,25 +26,42 @@ class FakeRuntime:
 
     Attributes:
         available, used: providers of the package, and of its sessions.
+        loads: CUDA's libraries are there.
+        severities: of the messages that were asked for.
         failure: what opening a session raises.
         sessions: those that were opened.
     """
 
-    OrtValue = onnxruntime.OrtValue
+    cuda_version = "13.0"
 
     def __init__(self, cuda: FakeCuda) -> None:
         self.__version__ = onnxruntime.__version__
         self.cuda = cuda
         self.available = [CUDA, CPU]
         self.used = [CUDA, CPU]
+        self.loads = True
+        self.severities: list[int] = []
         self.failure: Exception | None = None
         self.sessions: list[FakeSession] = []
+        self.OrtValue = SimpleNamespace(
+            ortvalue_from_numpy=onnxruntime.OrtValue.ortvalue_from_numpy,
+            ortvalue_from_shape_and_type=self._allocate,
+        )
+
+    def _allocate(self, shape: list[int], dtype: Any, device: str, number: int) -> None:
+        assert (device, number) == ("cuda", 0)
+        if not self.loads:
+            raise RuntimeError("CUDA Provider not available, can't get interface for it\n")
+
+    def set_default_logger_severity(self, severity: int) -> None:
+        self.severities.append(severity)
 
     def get_available_providers(self) -> list[str]:
         return self.available
 
     def preload_dlls(self) -> None:
-        print("Failed to load libcudnn.so.9")  # as the real one does where there is none
+        if not self.loads:  # in the words of the real one
+            print("Failed to load libcublasLt.so.13: libcublasLt.so.13: cannot open shared object file")
 
     class SessionOptions:
         def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """The graph of target `cuda`: ONNX Runtime's own ops, on its CUDA execution provider.
 
-`MatMulNBits` and `PagedAttention` are of the domain com.microsoft, as ONNX Runtime 1.32 has them. What is
-said of them here stands in its schemas, or in its sources: contrib_ops/cuda/bert/paged_attention.cc and
+`MatMulNBits` and `PagedAttention` are of the domain com.microsoft, as ONNX Runtime has them since 1.31. What
+is said of them here stands in its schemas, or in its sources: contrib_ops/cuda/bert/paged_attention.cc and
 paged_attention_impl.cu, contrib_ops/cpu/bert/paged_attention_helper.h.
 """
 

@@ -5,10 +5,8 @@ graph's inputs and outputs are bound to its addresses. ONNX Runtime waits for it
 each run, and the cache's copies, which have a stream of their own, are waited for before one.
 """
 
-import io
-import re
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,31 +18,24 @@ from pagelet.plugins.cuda_driver import CudaError, Driver, OutOfMemory
 from pagelet.runtime.backends.base import ByteArray, Float32Array, StepBatch
 from pagelet.runtime.backends.device_cache import DeviceArray, DeviceCache
 from pagelet.runtime.backends.device_memory import DeviceMemory
+from pagelet.runtime.backends.ort_session import (
+    TOO_LITTLE,
+    checked,
+    import_runtime,
+    load_provider,
+    open_session,
+)
 from pagelet.runtime.cache_layout import CacheLayout
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession, IOBinding
 
-_PROVIDER = "CUDAExecutionProvider"
-_LEAST_VERSION = (1, 32)  # of the attention op's inputs
-_OPTIONS = {
-    "device_id": "0",
-    # By default the arena doubles with each extension, and keeps what nobody uses.
-    "arena_extend_strategy": "kSameAsRequested",
-}
-_SESSION_OPTIONS = {
-    # A node without a CUDA kernel is an error; it would take the residual stream to the host and back.
-    "session.disable_cpu_ep_fallback": "1",
-    # Weights stay as long as the session: in an arena they would round its chunks up.
-    "session.use_device_allocator_for_initializers": "1",
-}
 _ELEMENTS = {"float16": 10, "bfloat16": 16, "int8": 3, "float8e4m3fn": 17}  # as ONNX numbers them
 _OPTIONAL = {"position_ids", "attention_metadata"}  # of the graph's inputs
 # By how much a logit may differ with what else is in the step, by the type of the activations: products and
 # attention of other numbers of rows sum in another order. Taken to be three roundings (2^-11 or 2^-8,
 # relative) of logits of magnitude 30; not measured.
 _ROW_NOISE = {"f16": 0.05, "bf16": 0.4}
-_TOO_LITTLE = re.compile(r"out of memory|failed to allocate memory|ALLOC_FAILED", re.IGNORECASE)
 
 
 class OrtCudaBackend:
@@ -83,9 +74,13 @@ class OrtCudaBackend:
         self._logits: Float32Array = np.empty((0, self.vocab_size), np.float32)
         self._bound_rows = 0
         with _opening(graph), ExitStack() as resources:
-            self._runtime = _checked(runtime or _import_runtime())
-            driver = self._driver = driver or Driver.open()
-            resources.callback(driver.close)
+            if driver is not None:
+                resources.callback(driver.close)
+            self._runtime = checked(runtime or import_runtime())
+            if driver is None:
+                driver = Driver.open()
+                resources.callback(driver.close)
+            self._driver = driver
             driver.make_current()
             self.fingerprint = (
                 f"{manifest.fingerprint} {manifest.cache_type} {manifest.block_size} cuda "
@@ -93,7 +88,8 @@ class OrtCudaBackend:
             )
             memory = self._memory = DeviceMemory(driver)
             resources.callback(memory.free)
-            session = self._session = _session(graph, self._runtime)
+            load_provider(self._runtime)
+            session = self._session = open_session(graph, self._runtime)
             resources.callback(self._forget)  # its memory is freed first
             cache = self._cache = DeviceCache(manifest.spec, manifest.cache_type, layout, memory)
             self._inputs = {value.name: value.type for value in session.get_inputs()}
@@ -202,57 +198,6 @@ class OrtCudaBackend:
         self._resources.close()
 
 
-def _import_runtime() -> Any:
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise BackendError(f"ONNX Runtime cannot be imported ({error}). Install onnxruntime-gpu.") from error
-    return onnxruntime
-
-
-def _checked(runtime: Any) -> Any:
-    """ONNX Runtime, if it serves.
-
-    Raises:
-        BackendError: it is made for processors only, or too old.
-    """
-    version = runtime.__version__
-    if _PROVIDER not in runtime.get_available_providers():
-        raise BackendError(
-            f"the installed ONNX Runtime {version} has no {_PROVIDER}. Install onnxruntime-gpu in the place "
-            "of onnxruntime (the two share one folder), or use a bundle for the target 'cpu'."
-        )
-    if tuple(int(part) for part in version.split(".")[:2]) < _LEAST_VERSION:
-        least = ".".join(map(str, _LEAST_VERSION))
-        raise BackendError(
-            f"ONNX Runtime {version} is installed; the target cuda needs {least} or later. "
-            "Install a newer onnxruntime-gpu."
-        )
-    return runtime
-
-
-def _session(graph: Path, runtime: Any) -> "InferenceSession":
-    """A session all of whose nodes run on the device."""
-    with redirect_stdout(io.StringIO()):  # it prints what it does not find
-        runtime.preload_dlls()  # of NVIDIA's packages beside it, if they are installed
-    options = runtime.SessionOptions()
-    # Shapes differ from step to step, so a planned memory pattern would never be used twice.
-    options.enable_mem_pattern = False
-    options.log_severity_level = 3
-    for name, value in _SESSION_OPTIONS.items():
-        options.add_session_config_entry(name, value)
-    # Without the last argument a provider that fails is replaced by the CPU's, here and in every run.
-    session = runtime.InferenceSession(
-        str(graph), options, providers=[(_PROVIDER, _OPTIONS)], enable_fallback=0
-    )
-    if _PROVIDER not in session.get_providers():
-        raise BackendError(
-            f"ONNX Runtime has opened {graph} without {_PROVIDER}: CUDA's or cuDNN's libraries cannot be "
-            "loaded. Install onnxruntime-gpu[cuda,cudnn], and a driver that serves its version of CUDA."
-        )
-    return session
-
-
 def _check_signature(session: "InferenceSession", arrays: Sequence[DeviceArray], layout: CacheLayout) -> None:
     step = {"input_ids", "cumulative_sequence_length", "past_seqlens", "logits_indices"}
     tables = {f"block_table_{group}" for group in range(len(layout.groups))}
@@ -294,7 +239,7 @@ def _opening(graph: Path) -> Iterator[None]:
     except PageletError:
         raise
     except Exception as error:
-        if isinstance(error, OutOfMemory) or _TOO_LITTLE.search(str(error)):
+        if isinstance(error, OutOfMemory) or TOO_LITTLE.search(str(error)):
             raise CapacityError(
                 f"{graph} cannot be opened: the device's memory is too small ({error}). Lower kv_memory or "
                 "max_step_tokens, or close what else uses the device."

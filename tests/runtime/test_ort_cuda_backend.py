@@ -143,7 +143,7 @@ def test_bounds_of_lengths_are_exact(plain: Path, cuda: FakeCuda, runtime: FakeR
 
 
 def test_opening_runs_the_largest_step_and_leaves_zeros(
-    bundle: Path, cuda: FakeCuda, runtime: FakeRuntime, capsys: pytest.CaptureFixture[str]
+    bundle: Path, cuda: FakeCuda, runtime: FakeRuntime
 ) -> None:
     backend = opened(bundle, cuda, runtime)
     (run,) = runtime.sessions[0].runs
@@ -151,7 +151,6 @@ def test_opening_runs_the_largest_step_and_leaves_zeros(
     assert len(run["logits_indices"]) == MAX_ROWS
     for group, count in enumerate(BLOCKS):
         assert not backend.read_blocks(group, range(count)).any()
-    assert capsys.readouterr().out == ""  # whatever ONNX Runtime prints
     backend.close()
 
 
@@ -204,8 +203,10 @@ def test_what_it_cannot_do_is_refused(plain: Path, cuda: FakeCuda, runtime: Fake
     ("change", "error", "message"),
     [
         ({"available": [CPU]}, BackendError, "Install onnxruntime-gpu in the place of onnxruntime"),
-        ({"used": [CPU]}, BackendError, r"without CUDAExecutionProvider: .* onnxruntime-gpu\[cuda,cudnn\]"),
-        ({"__version__": "1.27.1"}, BackendError, "1.27.1 is installed; .* needs 1.32 or later"),
+        ({"loads": False}, BackendError,
+         r"cannot be loaded \(Failed to load libcublasLt.*\). Install onnxruntime-gpu\[cuda,cudnn\].* 13.0"),
+        ({"used": [CPU]}, BackendError, "without CUDAExecutionProvider. Is the driver too old"),
+        ({"__version__": "1.27.1"}, BackendError, "1.27.1 is installed; .* needs 1.31 or later"),
         ({"failure": RuntimeError("fallback to CPU EP has been explicitly disabled")}, BackendError,
          "cannot be opened: fallback to CPU EP"),
         ({"failure": RuntimeError("BFCArena: Failed to allocate memory for requested buffer")}, CapacityError,
@@ -219,11 +220,16 @@ def test_a_runtime_that_does_not_serve_is_named(
     plain: Path,
     cuda: FakeCuda,
     runtime: FakeRuntime,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for name, value in change.items():
         setattr(runtime, name, value)
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as caught:
         opened(plain, cuda, runtime)
+    assert "\n" not in str(caught.value)
+    assert runtime.severities in ([], [4, 2])  # its own messages are off meanwhile, and on again
+    assert capsys.readouterr().out == ""
+    cuda.assert_nothing_is_left()
 
 
 def test_a_cache_that_does_not_fit_is_refused_and_nothing_stays(plain: Path) -> None:
@@ -259,7 +265,7 @@ def test_an_engine_generates_the_same_with_company_and_from_its_cache(
 ) -> None:
     """Greedy tokens alone, then of many sequences at once, in small steps, with prefixes that are found."""
     monkeypatch.setattr("pagelet.plugins.cuda_driver._bindings", lambda: cuda)
-    monkeypatch.setattr(ort_cuda, "_import_runtime", lambda: FakeRuntime(cuda))
+    monkeypatch.setattr(ort_cuda, "import_runtime", lambda: FakeRuntime(cuda))
     prompts = [draw(9, 270) + draw(seed, 5 + 3 * seed) for seed in range(3)]
     params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0)
     config = EngineConfig(kv_memory="12MiB", max_step_tokens=64, speculate="off")
