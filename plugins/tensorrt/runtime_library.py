@@ -86,7 +86,7 @@ def _load_through_links(core: Path, parser: Path) -> None:
     links = Path(tempfile.mkdtemp(prefix="pagelet-tensorrt-rtx-"))
     atexit.register(shutil.rmtree, links, ignore_errors=True)  # the parser looks there at any time
     try:
-        for name, target in ((_CORE, core), (core.name, core), (parser.name, parser)):
+        for name, target in ((_CORE, core), (parser.name, parser)):
             (links / name).symlink_to(target)
         ctypes.CDLL(str(links / parser.name))
     except OSError as error:
@@ -98,9 +98,9 @@ def _load_through_links(core: Path, parser: Path) -> None:
 
 
 def _versioned(folder: Path, name: str) -> Path | None:
-    """The file ``name.1`` (``.2``, …) in a folder, as the wheel has it; ``None`` if there is not one."""
+    """The file that ``name.1`` (``name.1.7.1``, …) is in a folder; ``None`` if there is none."""
     found = sorted(path for path in folder.glob(f"{name}.*") if path.is_file())
-    return found[0].resolve() if len(found) == 1 else None
+    return found[0].resolve() if found else None
 
 
 def _is_found_by_name(library: str) -> bool:
