@@ -161,6 +161,8 @@ class OrtCudaBackend:
                 logits_indices=np.zeros(self._max_rows, np.int64),
             )
         )
+        # Most steps have few rows of logits: host memory for the most is not kept.
+        self._logits, self._bound_rows = self._logits[:0].copy(), 0
         start = self._cache.address(self._cache.arrays[0])
         self._driver.memset(start, 0, self._cache.num_bytes, self._memory.stream)
 
