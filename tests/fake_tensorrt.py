@@ -224,6 +224,7 @@ class FakeContext:
     """
     Attributes:
         config: of TensorRT-RTX.
+        changes: how often something of it was set.
         captured: it belongs to a graph, and must stay as it is.
     """
 
@@ -235,6 +236,7 @@ class FakeContext:
     addresses: dict[str, int] = field(default_factory=dict)
     captured: bool = False
     runs: int = 0
+    changes: int = 0
 
     def set_device_memory(self, memory: int, size: int) -> None:
         self._change()
@@ -264,6 +266,8 @@ class FakeContext:
     def set_tensor_address(self, name: str, memory: int) -> bool:
         self._change()
         assert name in self.engine.names
+        if self._fails("set_tensor_address"):
+            return False
         self.addresses[name] = memory
         return memory > 0 and memory % 256 == 0
 
@@ -287,6 +291,7 @@ class FakeContext:
 
     def _change(self) -> None:
         assert not self.captured, "a captured context was changed"
+        self.changes += 1
 
     def _fails(self, method: str) -> bool:
         return self.engine.trt.fails(method, self.engine.logger)

@@ -106,6 +106,7 @@ class InputStaging:
         self._driver, self._stream = memory.driver, memory.stream
         self._device = memory.malloc(num_bytes, purpose, remedy)
         self._pinned = memory.pinned(num_bytes, purpose, remedy)
+        self._source = self._pinned.ctypes.data
 
     def place(self, shapes: Mapping[str, Shape]) -> StagedInputs:
         """Where inputs of these shapes go, one behind the other; they fit, which the caller sees to."""
@@ -123,5 +124,4 @@ class InputStaging:
 
     def send(self, inputs: StagedInputs) -> None:
         """Put the copy of all inputs into the stream; the pinned memory must stay until it has run."""
-        source = self._pinned.ctypes.data
-        self._driver.to_device(self._device, source, inputs.num_bytes, self._stream)
+        self._driver.to_device(self._device, self._source, inputs.num_bytes, self._stream)

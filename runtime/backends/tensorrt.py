@@ -109,7 +109,9 @@ class TensorRTBackend:
         self.max_context = min(manifest.spec.max_context, self._max_width * self.layout.block_size)
         self._allocate()
         self._contexts: dict[int, Any] = {}
+        self._plain_steps: dict[int, Step] = {}
         resources.callback(self._contexts.clear)
+        resources.callback(self._plain_steps.clear)
         for profile in (DECODE, PREFILL):
             self._contexts[profile] = self._create_context(profile)
         self._graphs = DecodeGraphs(engine, memory, self._create_step)
@@ -159,6 +161,7 @@ class TensorRTBackend:
         rows = max(self._max_rows, self._max_sequences)
         self._device_logits = memory.malloc(rows * row_bytes, purpose, remedy)
         pinned = memory.pinned(self._max_rows * row_bytes, purpose, remedy)
+        self._host_logits = pinned.ctypes.data
         self._logits: Float32Array = pinned.view(np.float32).reshape(self._max_rows, self.vocab_size)
 
     def _create_context(self, profile: int, *, for_graph: bool = False) -> Any:
@@ -186,8 +189,8 @@ class TensorRTBackend:
             step.inputs.fill(batch)
             self._staging.send(step.inputs)
             self._graphs.launch(step)
-            target, num_bytes = self._logits.ctypes.data, 4 * rows * self.vocab_size
-            self._driver.to_host(target, self._device_logits, num_bytes, self._memory.stream)
+            num_bytes = 4 * rows * self.vocab_size
+            self._driver.to_host(self._host_logits, self._device_logits, num_bytes, self._memory.stream)
             self._driver.synchronize(self._memory.stream)
             if decode is not None:
                 self._graphs.capture(decode)
@@ -207,7 +210,10 @@ class TensorRTBackend:
         return step
 
     def _plain_step(self, batch: StepBatch, width: int) -> Step:
-        """A step of the batch's own shapes, in the first profile that they fit into."""
+        """A step of the batch's own shapes, in the first profile that they fit into.
+
+        Of each profile the last one is kept: for shapes that it has seen just now TensorRT prepares nothing.
+        """
         mask = NO_TREES if batch.ancestor_mask is None else batch.ancestor_mask.shape
         shapes = self._shapes(
             len(batch.input_ids), len(batch.past_seqlens), len(batch.logits_indices), width, mask
@@ -216,8 +222,11 @@ class TensorRTBackend:
         for profile, bounds in enumerate(self._engine.bounds):
             if too_large := _too_large(shapes, bounds):
                 continue
-            step = Step(self._contexts[profile], self._staging.place(shapes))
-            self._bind(step)
+            step = self._plain_steps.pop(profile, None)
+            if step is None or step.inputs.shapes != shapes:
+                step = Step(self._contexts[profile], self._staging.place(shapes))
+                self._bind(step)
+            self._plain_steps[profile] = step
             return step
         raise BackendError(f"{too_large}. The engine was opened for smaller steps: this is a bug in pagelet.")
 

@@ -95,6 +95,21 @@ def test_a_graph_is_captured_once_for_each_number_of_sequences(device: Device, b
     assert len(device.cuda.executables) == 5
 
 
+def test_shapes_are_told_when_they_change(device: Device, bundle: Path) -> None:
+    gpu, cpu = device.open(bundle), open_cpu(bundle)
+    contexts = [context() for context in device.trt.contexts]
+    changes = []
+    for past, count in ((0, 50), (50, 3), (53, 3), (56, 90), (146, 3), (149, 4), (153, 3)):
+        batch = batch_of((0, past, count), width=32)
+        np.testing.assert_array_equal(gpu.run(batch), cpu.run(batch))
+        changes.append([context.changes for context in contexts])
+    decode, prefill = (np.diff(column) > 0 for column in zip(*changes, strict=True))
+    assert decode.tolist() == [True, False, False, False, True, True]
+    assert prefill.tolist() == [False, False, True, False, False, False]
+    del contexts
+    cpu.close()
+
+
 def test_only_contexts_of_graphs_wait_for_their_kernels(device: Device, bundle: Path) -> None:
     """TensorRT-RTX compiles for the shapes it meets; a graph recorded before would stay slow for ever."""
     gpu = device.open(bundle)

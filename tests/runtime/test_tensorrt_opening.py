@@ -223,6 +223,16 @@ def test_a_step_that_fails_does_not_end_the_next(device: Device, bundle: Path, n
     cpu.close()
 
 
+def test_a_step_that_was_bound_in_part_is_bound_anew(device: Device, bundle: Path) -> None:
+    gpu, cpu = device.open(bundle), open_cpu(bundle)
+    np.testing.assert_array_equal(gpu.run(batch_of((0, 0, 20))), cpu.run(batch_of((0, 0, 20))))
+    device.trt.failures["set_tensor_address"] = "no more addresses"
+    with pytest.raises(BackendError, match="does not take the address of input_ids: no more addresses"):
+        gpu.run(batch_of((0, 20, 5)))
+    np.testing.assert_array_equal(gpu.run(batch_of((12, 0, 20))), cpu.run(batch_of((12, 0, 20))))
+    cpu.close()
+
+
 def test_after_a_failed_kernel_everything_fails_and_closing_does_not(bundle: Path, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="memory was not given back"), open_device(tmp_path) as device:
         gpu = device.open(bundle)
@@ -332,7 +342,7 @@ def test_the_real_package_has_what_is_called(bundle: Path, tmp_path: Path) -> No
         (FakeRuntimeConfig, trt.IRuntimeConfig),
     ):
         names = [name for name in vars(fake) if not name.startswith("_")]
-        own = {"strategy", "cache", "captured", "runs", "profile", "workspace"}  # the fake's alone
+        own = {"strategy", "cache", "captured", "runs", "changes", "profile", "workspace"}  # the fake's alone
         assert {name for name in names if not hasattr(real, name)} <= own, real
     for name in ("TensorIOMode", "ExecutionContextAllocationStrategy", "ILogger"):
         for constant in vars(getattr(FakeTensorRT, name)):
