@@ -69,10 +69,9 @@ class PaperEngine:
             if wrong == "lost":
                 cuda.enqueue(stream_handle, lambda: cuda.array(keys, (64,), "u1").fill(0))
             if wrong == "stray":
-                size = self.manifest.block_size * context.shapes["key_cache.0"][0] * 2 * 16  # int8
-                cuda.enqueue(
-                    stream_handle, lambda: cuda.array(keys + size - 1, (1,), "u1").fill(context.runs)
-                )
+                end = keys + self.manifest.block_size * context.shapes["key_cache.0"][0] * 2 * 16  # int8
+                count = len(self.library.seen)
+                cuda.enqueue(stream_handle, lambda: cuda.array(end - 1, (1,), "u1").fill(count))
             return done
 
         monkeypatch.setattr(FakeContext, "execute_async_v3", execute_and_call)
@@ -146,7 +145,8 @@ def test_a_bundle_that_computes_what_it_should(certified: Path) -> None:
     assert (verified.status, verified.figures["status"]) == ("ok", "match"), verified
     assert generated.status == "ok", generated
     assert generated.figures["shortfall"] == 0
-    assert generated.figures["golden"] == generated.figures["golden_agreed"] == 3
+    # Of three; the positions of one do not follow one another.
+    assert generated.figures["golden"] == generated.figures["golden_agreed"] == 2
     assert generated.figures["decode_tokens_per_second"] > 0  # type: ignore[operator]
     assert generated.figures["prefill_tokens_per_second"] > 0  # type: ignore[operator]
 
