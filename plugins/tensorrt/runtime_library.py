@@ -26,8 +26,8 @@ _RTX, _RTX_LIBRARIES = "tensorrt_rtx", "tensorrt_rtx_libs"
 _CORE = "libtensorrt_rtx.so"
 _PARSER = "libtensorrt_onnxparser_rtx.so"
 _INSTALL = {
-    _RTX: "pip install tensorrt-rtx-cu13",
-    "tensorrt": "pip install tensorrt-cu13 (on a Jetson: use the python3-libnvinfer package of JetPack)",
+    _RTX: "run `pip install tensorrt-rtx-cu13`",
+    "tensorrt": "run `pip install tensorrt-cu13`; on a Jetson it is JetPack's package python3-libnvinfer",
 }
 
 
@@ -52,9 +52,7 @@ def import_tensorrt(package: str, *, parser: bool = True) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise TensorRTError(
-            f"{package} cannot be imported ({error}): install it with `{_INSTALL[package]}`"
-        ) from error
+        raise TensorRTError(f"{package} cannot be imported ({error}): {_INSTALL[package]}") from error
 
 
 def _prepare_rtx_parser(*, needed: bool) -> None:

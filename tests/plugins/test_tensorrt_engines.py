@@ -203,7 +203,7 @@ def test_a_missing_package_says_how_to_install_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setattr("pagelet.plugins.tensorrt.runtime_library._prepare_rtx_parser", lambda **needed: None)
-    with pytest.raises(TensorRTError, match=f"{package} cannot be imported .*: install it with `{command}"):
+    with pytest.raises(TensorRTError, match=f"{package} cannot be imported .*: run `{command}"):
         import_tensorrt(package)
 
 
