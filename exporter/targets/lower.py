@@ -12,7 +12,7 @@ from pagelet.exporter.part import Part
 from pagelet.exporter.targets.cuda import CudaBuilder, CudaLayout, refuse_obstacles
 from pagelet.exporter.targets.gpu_builder import GpuBuilder, refuse_experts
 from pagelet.exporter.targets.lowering import Layout, QdqLayout, lower_weights
-from pagelet.exporter.targets.tensorrt import TensorRTBuilder
+from pagelet.exporter.targets.tensorrt import TensorRTBuilder, refuse_heads
 from pagelet.models.text import Tokenizer
 
 
@@ -49,6 +49,7 @@ def check_model(job: Job) -> None:
         refuse_obstacles(job.spec, job.cache)
     elif job.options.row.is_gpu:
         refuse_experts(job.spec)
+        refuse_heads(job.spec)
 
 
 def _ranges(job: Job, packed: Part, tokenizer: Tokenizer) -> Ranges | None:

@@ -8,6 +8,9 @@ import onnx_ir as ir
 
 from pagelet.exporter.graph_builder import DOMAIN
 from pagelet.exporter.targets.gpu_builder import GpuBuilder, is_plain
+from pagelet.models.errors import UnsupportedError
+from pagelet.models.spec import ModelSpec
+from pagelet.plugins.kernels.variant import HEAD_DIM_STEP, LARGEST_GROUP, LARGEST_HEAD_DIM
 from pagelet.plugins.packing import LinearFormat
 
 _NUMBERS: dict[str, type[np.generic]] = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "f32": np.float32}
@@ -71,3 +74,18 @@ class TensorRTBuilder(GpuBuilder):
         zero = self.constant("fp8_zero", 0, ml_dtypes.float8_e4m3fn)
         rounded = self.op("QuantizeLinear", [x, step, zero], name=name + "/quantized")
         return self.op("DequantizeLinear", [rounded, step], name=name + "/input")
+
+
+def refuse_heads(spec: ModelSpec) -> None:
+    """Raises UnsupportedError where there is no attention kernel for a layer's heads."""
+    for layer in spec.layers:
+        if layer.head_dim % HEAD_DIM_STEP or layer.head_dim > LARGEST_HEAD_DIM:
+            raise UnsupportedError(
+                f"{spec.architecture} has heads of {layer.head_dim} elements; the attention kernels take "
+                f"multiples of {HEAD_DIM_STEP} up to {LARGEST_HEAD_DIM}. The target cpu serves it."
+            )
+        if (group := spec.num_heads // layer.num_kv_heads) > LARGEST_GROUP:
+            raise UnsupportedError(
+                f"{group} query heads of {spec.architecture} share a KV head; the attention kernels take up "
+                f"to {LARGEST_GROUP}. The target cpu serves it."
+            )
