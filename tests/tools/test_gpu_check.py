@@ -15,10 +15,12 @@ import pytest
 from gpu_on_paper import paper_gpu
 
 from pagelet.plugins.kernels.launch_plan import plan
+from pagelet.plugins.kernels.records import KernelError, KernelTable
 from pagelet.plugins.kernels.variant import AttentionVariant
 from pagelet.tools import gpu_check
 from pagelet.tools.gpu import timing
 from pagelet.tools.gpu.cases import CASES, PAD, Case
+from pagelet.tools.gpu.compiling import compile_needed, needed
 from pagelet.tools.gpu.graph import check_graph
 from pagelet.tools.gpu.kernels import check_case
 from pagelet.tools.gpu.report import Row, is_good, table
@@ -228,6 +230,47 @@ def test_loads_are_compared_with_what_was_measured() -> None:
     assert (copy, prefill) == (rows[0], rows[2])  # there is no matrix
     assert decode.detail == "1000 GB/s; 25% of the copy"
     assert decode.figures["share_of_copy"] == 0.25
+
+
+# Kernels for a machine without triton
+
+
+def test_kernels_are_compiled_for_another_machine(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    merge = LLAMA_1B.kernel("merge")
+    broken = replace(merge, arguments=merge.arguments[1:])
+    progress: list[tuple[int, int]] = []
+    problems = compile_needed(
+        tmp_path / "kernels",
+        90,
+        1,
+        specs={"a": merge, "b": broken},
+        on_progress=lambda *at: progress.append(at),
+    )
+    assert len(problems) == 1
+    assert "does not compile for SM 90: merge has the parameters" in problems[0]
+    assert progress == [(1, 2)]
+    files = {path.relative_to(tmp_path / "kernels").as_posix() for path in tmp_path.rglob("*.*")}
+    assert files == {"kernels.json", f"sm_90/{merge.key}.cubin"}
+    assert set(KernelTable.read(tmp_path / "kernels").kernels) == {merge.key}
+    with pytest.raises(KernelError, match="merge has the parameters"):
+        compile_needed(tmp_path / "none", 90, 1, specs={"b": broken})
+
+
+def test_what_is_compiled_is_what_is_launched() -> None:
+    found = needed()
+    for case in CASES:
+        assert {launch.kernel.key for launch in plan(case.variant, build(case).shapes)} <= found.keys()
+    for load in timing.LOADS:
+        assert {launch.kernel.key for launch in plan(load.variant, load.shapes)} <= found.keys()
+    assert {spec.role for spec in found.values()} == {spec.role for spec in LLAMA_1B.kernels()}
+
+
+def test_where_nothing_can_be_compiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    device = Row("device", "ok", "", figures={"sm": 90, "triton": None})
+    assert gpu_check._compile_here(tmp_path, device, 1).status == "skipped"
+    assert gpu_check.main(["--compile-only", str(tmp_path)]) == 1
+    assert "needs --sm" in capsys.readouterr().err
 
 
 # The whole program
