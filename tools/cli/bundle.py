@@ -64,7 +64,32 @@ def _certificate(manifest: Manifest, certificate: Certificate | None) -> list[tu
 
 
 def _files(manifest: Manifest) -> list[tuple[str, str]]:
-    return [(name, common.size(entry.bytes)) for name, entry in manifest.files.items()]
+    """Each, but for attention kernels, which are many: they are one row."""
+    cubins = [entry.bytes for name, entry in manifest.files.items() if name.endswith(".cubin")]
+    rows = [
+        (name, common.size(entry.bytes))
+        for name, entry in manifest.files.items()
+        if not name.endswith(".cubin")
+    ]
+    if cubins:
+        rows.append((f"{len(cubins)} attention kernels", common.size(sum(cubins))))
+    return rows
+
+
+def _gpu(manifest: Manifest) -> list[tuple[str, str]]:
+    gpu = manifest.gpu
+    if gpu is None:
+        return []
+    rows = [("activations", gpu.activations)]
+    if gpu.sms:
+        rows.append(("kernels", f"for SM {', '.join(map(str, gpu.sms))}"))
+        engine = "none yet: run pagelet build on the device"
+        if gpu.engine:
+            engine = f"for SM {', '.join(map(str, gpu.engine_sms))}, by {gpu.engine_version}"
+        rows.append(("engine", engine))
+        steps = f"{gpu.max_sequences} sequences, {gpu.step_tokens} rows, {gpu.logits_rows} rows of logits"
+        rows.append(("steps", f"up to {steps}"))
+    return rows
 
 
 def run_verify(args: argparse.Namespace) -> None:
@@ -160,6 +185,7 @@ def _summary(manifest: Manifest) -> list[tuple[str, str]]:
         ("tensors", ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))),
         ("cache", f"{manifest.cache_type}, blocks of {manifest.block_size} tokens"),
         ("target", manifest.target),
+        *_gpu(manifest),
         ("source", str(manifest.source.get("name", "unknown"))),
         ("made by", manifest.created_by),
     ]
