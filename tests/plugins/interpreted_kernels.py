@@ -183,7 +183,7 @@ def _mend_interpreter() -> None:
 
     builder.cast_impl, builder.create_dot = cast_impl, create_dot
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
-    # Checks of each addition for overflow, which take a third of the time.
+    # Checks of each addition for overflow take a third of the time.
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
 

@@ -77,10 +77,11 @@ def test_decode_in_many_parts_some_empty(make_layer: Any, make_world: Any, windo
 @pytest.mark.parametrize("window", [-1, 5, 70])
 def test_trees(make_layer: Any, make_world: Any, cache_type: str, activation: str, window: int) -> None:
     layer = make_layer(
-        head_size=32, num_heads=6, kv_num_heads=1, cache_type=cache_type, local_window_size=window, trees=True
+        head_size=32, num_heads=3, kv_num_heads=1, cache_type=cache_type, local_window_size=window, trees=True
     )
+    rows = 35 if window == 5 else 10  # of two words of a mask, of one
     for pasts, forest, role in (
-        ((50,), (COMB[:36],), "prefill_tree"),
+        ((50,), (COMB[:rows],), "prefill_tree"),
         ((40, 3, 0), (BINARY[:7], [-1, 0, 0], [-1]), "decode_tree"),
     ):
         world = world_of(make_world, layer, pasts, forest, seed=3)
@@ -90,12 +91,12 @@ def test_trees(make_layer: Any, make_world: Any, cache_type: str, activation: st
 
 
 @pytest.mark.parametrize("window", [-1, 20])
-@pytest.mark.parametrize("lengths", [(1, 5, 3), (40, 1)])
+@pytest.mark.parametrize("lengths", [(1, 5, 3), (20,)])
 def test_a_chain_and_no_mask_are_the_same(
     make_layer: Any, make_world: Any, window: int, lengths: tuple[int, ...]
 ) -> None:
     layer = make_layer(head_size=32, local_window_size=window, cache_type="int8", trees=True)
-    forest, pasts = [list(range(-1, length - 1)) for length in lengths], [33, 60, 7][: len(lengths)]
+    forest, pasts = [list(range(-1, length - 1)) for length in lengths], [33, 30, 7][: len(lengths)]
     world = world_of(make_world, layer, pasts, forest, seed=1)
     caches = [world.with_past(pasts) for _ in range(2)]
     step, variant = tree_step(world, pasts, forest), variant_of(layer)
@@ -107,7 +108,7 @@ def test_a_chain_and_no_mask_are_the_same(
 
 
 @pytest.mark.parametrize("cache_type", CACHE_TYPES)
-@pytest.mark.parametrize("lengths", [[(40, 41), (0, 2)], [(30, 60), (3, 4)]])
+@pytest.mark.parametrize("lengths", [[(40, 41), (0, 2)], [(30, 48), (3, 4)]])
 def test_a_reader_has_what_the_owner_has(
     make_layer: Any, make_world: Any, cache_type: str, lengths: list[tuple[int, int]]
 ) -> None:
@@ -125,7 +126,7 @@ def test_a_reader_has_what_the_owner_has(
 
 
 PASTS = st.sampled_from([0, 0, 1, 15, 16, 31, 32, 33, 63, 64, 65, 130])
-NEW = st.sampled_from([0, 1, 1, 1, 2, 3, 7, 17])
+NEW = st.sampled_from([0, 1, 1, 1, 2, 3, 10])
 
 
 @st.composite
@@ -153,7 +154,7 @@ def layers(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     layers(),
     st.lists(st.tuples(PASTS, NEW), min_size=1, max_size=3),
