@@ -199,14 +199,18 @@ class GraphBuilder:
 
     def model(self, outputs: Mapping[str, tuple[ir.Value, Sequence[int | str]]]) -> ir.Model:
         """What was built; `outputs`, float32 values with their shapes, get the names they have there."""
+        results: list[ir.Value] = []
         for name, (value, shape) in outputs.items():
+            if value in results:  # one value under two names
+                value = self.op("Identity", [value], name=name)
             value.name, value.shape, value.type = name, ir.Shape(shape), ir.TensorType(ir.DataType.FLOAT)
+            results.append(value)
         graph = ir.Graph(
             self._inputs,
-            [*(value for value, _ in outputs.values()), *self._cache_outputs],
+            [*results, *self._cache_outputs],
             nodes=self._nodes,
             initializers=list(self._stored.values()),
-            opset_imports=_OPSETS,
+            opset_imports=dict(_OPSETS),
             name="model",
         )
         return ir.Model(graph, ir_version=_IR_VERSION, producer_name="pagelet")

@@ -133,9 +133,7 @@ class _LayerRanges:
 
     def add(self, taps: Taps, lengths: Sequence[int]) -> None:
         """One run's taps over texts of `lengths` (`Layerwise.layer`)."""
-        # A parallel block's attention and MLP read the same; the graph then has it under its second name.
-        first = taps["mlp_in" if self._spec.block == "parallel" else "attention_in"]
-        self._add("attention.qkv", self._normed("attention.qkv", first))
+        self._add("attention.qkv", self._normed("attention.qkv", taps["attention_in"]))
         if not self._kind.shares_cache:
             self._add_cache(taps["qkv"], np.concatenate([np.arange(length) for length in lengths]))
         self._add("attention.o", taps["attended"])

@@ -182,11 +182,10 @@ class CudaBuilder(GpuBuilder):
             used = {value for node in self._nodes for value in node.inputs}
             self._inputs = [value for value in self._inputs if value in used]
         model = super().model(outputs)
-        graph = model.graph.clone()  # with opsets of its own: every other graph has the same ones
-        graph.opset_imports[MICROSOFT] = 1
+        model.graph.opset_imports[MICROSOFT] = 1
         if not self.emulated:
-            del graph.opset_imports[DOMAIN]
-        return ir.Model(graph, ir_version=model.ir_version, producer_name=model.producer_name)
+            del model.graph.opset_imports[DOMAIN]
+        return model
 
     def _head_dim(self, inputs: Mapping[str, ir.Value]) -> int:
         shape = inputs["key_cache"].shape
