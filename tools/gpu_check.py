@@ -1,11 +1,12 @@
 """Whether attention kernels, TensorRT plugin and GPU backends work on this machine's GPU, and how fast.
 
-    python -m pagelet.tools.gpu_check [--json OUT.json] [--bundle BUNDLE]… [--kernels DIR] [--only PARTS]
+    python -m pagelet.tools.gpu_check [--json OUT.json] [--bundle BUNDLE]… [--make rtx] [--kernels DIR]
 
 compares the kernels with the NumPy reference over a covering set of nodes and steps, replays a recorded CUDA
 graph with other lengths, times decoding and prefill beside a copy and a matrix product, looks whether an
-engine's plugin sees the cache itself, and runs bundles: their golden prompts, and a greedy text. It ends with
-1 if anything is wrong, and takes at most --seconds, four minutes by default.
+engine's plugin sees the cache itself, and runs bundles, given ones and tiny ones that it makes: their golden
+prompts, and a greedy text. It ends with 1 if anything is wrong, and takes at most --seconds, four minutes by
+default.
 
 The kernels are compiled here if triton is installed. Where it is not, with only cuda-bindings and NumPy,
 compile them before on a machine that needs no GPU, for the device's compute capability, and bring the folder:
@@ -29,6 +30,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from pagelet.models.targets import TARGETS
 from pagelet.plugins.cuda_driver import CudaError, Driver
 from pagelet.plugins.kernels.records import KernelError
 from pagelet.tools.gpu.compiling import compile_needed
@@ -54,9 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _check(args: argparse.Namespace) -> int:
     """Run what was asked for, print and write what was found."""
     deadline = time.monotonic() + args.seconds
-    names = [name for name in checks(args.bundle) if name != "device" and _is_asked(name, args.only)]
     rows: list[Row] = []
     with ExitStack() as resources:
+        if args.make:
+            args.into = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="pagelet-made-")))
+        known = checks(args.bundle, _made(args))
+        names = [name for name in known if name != "device" and _is_asked(name, args.only)]
         rows += supervise(["device"], _command(args, args.kernels), deadline, _show)
         if rows[0].status == "failed":
             names = []
@@ -115,21 +120,29 @@ def _work(args: argparse.Namespace) -> int:
     except CudaError as error:
         tell({"fatal": str(error)})
         return 1
-    known = checks(args.bundle)
+    known = checks(args.bundle, _made(args))
     is_whole = run_here({name: known[name] for name in names}, gpu, tell)
-    lines.flush()
-    os._exit(0 if is_whole else 1)  # a lost device makes libraries hang when they are unloaded
+    if not is_whole:
+        os._exit(1)  # with a lost device libraries may hang when they are unloaded
+    return 0
 
 
 def _command(args: argparse.Namespace, kernels: Path | None) -> list[str]:
     """Of a process that works."""
     command = [sys.executable, "-m", "pagelet.tools.gpu_check", "--worker"]
     command += ["--kernels", str(kernels)] if kernels is not None else []
+    command += ["--make", ",".join(args.make), "--into", str(args.into)] if args.make else []
     return command + [part for bundle in args.bundle for part in ("--bundle", str(bundle))]
 
 
+def _made(args: argparse.Namespace) -> list[Path]:
+    """Where bundles will be that are made here."""
+    return [args.into / target for target in args.make]
+
+
 def _is_asked(name: str, only: Sequence[str]) -> bool:
-    return not only or any(name == each or name.startswith(f"{each}/") for each in only)
+    """What is to be made has been asked for by its own option."""
+    return not only or name.startswith("make/") or any(f"{name}/".startswith(f"{each}/") for each in only)
 
 
 def _show(row: Row) -> None:
@@ -151,6 +164,15 @@ def _names(text: str) -> tuple[str, ...]:
     return found
 
 
+def _targets(text: str) -> tuple[str, ...]:
+    """``cuda,rtx``."""
+    found = tuple(text.split(","))
+    for each in found:
+        if each not in TARGETS or not TARGETS[each].is_gpu:
+            raise argparse.ArgumentTypeError(f"{each!r} is no target for a GPU")
+    return found
+
+
 def _count(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 100_000:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 1")
@@ -163,6 +185,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--kernels", type=Path, metavar="DIR", help="compiled by --compile-only")
     parser.add_argument(
         "--bundle", type=Path, action="append", default=[], metavar="BUNDLE", help="to run; may be repeated"
+    )
+    parser.add_argument(
+        "--make",
+        type=_targets,
+        default=(),
+        metavar="TARGETS",
+        help="make and run bundles of a tiny random model for these targets; needs pagelet[export]",
     )
     parser.add_argument(
         "--seconds", type=_count, default=240, metavar="N", help="what is not done then is skipped"
@@ -179,6 +208,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--jobs", type=_count, default=os.cpu_count() or 1, help="processes that compile side by side"
     )
+    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser
 

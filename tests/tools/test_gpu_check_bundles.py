@@ -15,12 +15,15 @@ from fake_cuda import FakeCuda
 from fake_tensorrt import FakeAttention, FakeContext, FakeTensorRT, as_gpu_bundle
 
 from pagelet.exporter import export
+from pagelet.models.manifest import load_manifest
 from pagelet.plugins.cuda_driver import Driver
+from pagelet.tools import gpu_check
 from pagelet.tools.gpu import bundles
 from pagelet.tools.gpu.addresses import WatchedLibrary, check_addresses, open_backend, watch
 from pagelet.tools.gpu.bundles import check_bundle, check_generation
+from pagelet.tools.gpu.making import check_making
 from pagelet.tools.gpu.report import Row
-from pagelet.tools.gpu.units import checks
+from pagelet.tools.gpu.units import checks, run_one
 
 _ARRAYS = ("key_cache", "value_cache", "key_scale_cache", "value_scale_cache")
 
@@ -170,3 +173,32 @@ def test_decoding_and_prefill_that_disagree(certified: Path, monkeypatch: pytest
     row = check_generation(certified, new_tokens=4)
     assert row.status == "failed"
     assert "below the largest that prefill computes; 0 is allowed" in row.detail
+
+
+# A bundle that is made on the spot
+
+
+def test_a_tiny_bundle_is_made(tmp_path: Path) -> None:
+    bundle = tmp_path / "cuda"
+    assert check_making("cuda", 90, bundle) == Row("make/cuda", "ok", "a tiny model, exported")
+    manifest = load_manifest(bundle)
+    assert (manifest.target, manifest.certificate) == ("cuda", "certificate.json")
+
+
+def test_what_was_not_made_is_skipped(tmp_path: Path) -> None:
+    known = checks([], [tmp_path / "rtx"])
+    names = [name for name in known if name.split("/")[0] in ("make", "addresses", "bundle")]
+    assert names == ["make/rtx", "addresses/rtx", "bundle/rtx/verify", "bundle/rtx/generate"]
+    gpu: Any = SimpleNamespace(driver=SimpleNamespace(compute_capability=90))
+    failed, *skipped = (run_one(name, known[name], gpu) for name in names)
+    assert failed.status == "failed"  # TensorRT-RTX builds nothing for SM 90
+    assert "rtx" in failed.detail
+    assert {(row.status, row.detail) for row in skipped} == {("skipped", "it was not made")}
+
+
+def test_bundles_that_are_made_are_run_whatever_else_is_asked() -> None:
+    args = gpu_check._parser().parse_args(["--make", "rtx,cuda", "--into", "x", "--only", "graph"])
+    assert gpu_check._made(args) == [Path("x/rtx"), Path("x/cuda")]
+    names = [name for name in checks([], gpu_check._made(args)) if gpu_check._is_asked(name, args.only)]
+    assert names == ["graph", "make/rtx", "make/cuda"]
+    assert gpu_check._command(args, None)[3:] == ["--worker", "--make", "rtx,cuda", "--into", "x"]

@@ -62,10 +62,10 @@ class Gpu:
         """
         Raises:
             KernelError: the folder of kernels is damaged, or for other GPUs.
-            MissingKernels: there is no folder.
+            Missing: there is no folder.
         """
         if self._kernels is None:
-            raise MissingKernels("no kernels: triton is not installed, and --kernels names no folder")
+            raise Missing("no kernels: triton is not installed, and --kernels names no folder")
         if self._library is None:
             self._library = self._open_library(self._kernels, self.driver)
         return self._library
@@ -83,7 +83,7 @@ class Gpu:
         self.driver.synchronize(self.stream)
 
 
-class MissingKernels(RuntimeError):
+class Missing(RuntimeError):
     """There is nothing to run."""
 
 
@@ -185,4 +185,4 @@ def _kernel_library(folder: Path, driver: Driver) -> Library:
     return KernelLibrary(folder, driver)
 
 
-__all__ = ["CudaError", "DeviceArrays", "Gpu", "Library", "MissingKernels", "check_device"]
+__all__ = ["CudaError", "DeviceArrays", "Gpu", "Library", "Missing", "check_device"]

@@ -246,10 +246,9 @@ def _steps(new: Array, wanted: Array, cache: str) -> Array:
     with np.errstate(invalid="ignore"):
         step = np.spacing(np.abs(wanted)).astype(np.float64)
     largest = np.abs(wanted.astype(np.float64)).max(axis=-1, keepdims=True, initial=0)
-    steps = np.divide(
-        difference, np.maximum(step, _CANCELLED * largest), out=difference, where=difference != 0
-    )
-    return np.nan_to_num(steps, nan=np.inf, posinf=np.inf)
+    finest = np.maximum(step, _CANCELLED * largest)
+    steps: Array = np.divide(difference, finest, out=np.zeros_like(difference), where=difference != 0)
+    return np.where(np.isnan(steps), np.inf, steps)
 
 
 def _bits(array: Array) -> Array:

@@ -19,15 +19,23 @@ from typing import Any, TextIO
 
 from pagelet.plugins.cuda_driver import CudaError
 from pagelet.tools.gpu.cases import CASES
-from pagelet.tools.gpu.device import Gpu, MissingKernels, check_device
+from pagelet.tools.gpu.device import Gpu, Missing, check_device
 from pagelet.tools.gpu.graph import check_graph
 from pagelet.tools.gpu.kernels import check_case
 from pagelet.tools.gpu.report import Row
 from pagelet.tools.gpu.timing import LOADS, check_copy, check_load, check_matrix
 
-PARTS = ("device", "kernels", "graph", "timing", "addresses", "bundle")
+PARTS = ("device", "kernels", "graph", "timing", "make", "addresses", "bundle")
 # Seconds after which one check of a part hangs.
-LIMITS = {"device": 60, "kernels": 40, "graph": 60, "timing": 60, "addresses": 150, "bundle": 240}
+LIMITS = {
+    "device": 60,
+    "kernels": 40,
+    "graph": 60,
+    "timing": 60,
+    "make": 150,
+    "addresses": 150,
+    "bundle": 240,
+}
 
 Check = Callable[[Gpu], Row]
 OnRow = Callable[[Row], None]
@@ -37,8 +45,12 @@ class NoGpu(RuntimeError):
     """There is no device to check."""
 
 
-def checks(bundles: Iterable[Path]) -> dict[str, Check]:
-    """By name, in order."""
+def checks(bundles: Iterable[Path], made: Iterable[Path] = ()) -> dict[str, Check]:
+    """By name, in order.
+
+    Args:
+        made: bundles that are to be made, in folders of their targets' names.
+    """
     found: dict[str, Check] = {"device": check_device}
     for case in CASES:
         found[f"kernels/{case.name}"] = partial(check_case, case=case)
@@ -47,9 +59,17 @@ def checks(bundles: Iterable[Path]) -> dict[str, Check]:
     found["timing/matrix"] = lambda gpu: check_matrix()
     for load in LOADS:
         found[f"timing/{load.name}"] = partial(check_load, load=load)
-    for bundle in bundles:
+    for bundle in made:
+        found[f"make/{bundle.name}"] = partial(_make, bundle)
+    for bundle in (*bundles, *made):
         found |= _of_bundle(bundle)
     return found
+
+
+def _make(bundle: Path, gpu: Gpu) -> Row:
+    from pagelet.tools.gpu.making import check_making
+
+    return check_making(bundle.name, gpu.driver.compute_capability, bundle)
 
 
 def _of_bundle(bundle: Path) -> dict[str, Check]:
@@ -58,23 +78,29 @@ def _of_bundle(bundle: Path) -> dict[str, Check]:
     def addresses(gpu: Gpu) -> Row:
         from pagelet.tools.gpu.addresses import check_addresses
 
-        return check_addresses(bundle)
+        return check_addresses(_existing(bundle))
 
     def verify(gpu: Gpu) -> Row:
         from pagelet.tools.gpu.bundles import check_bundle
 
-        return check_bundle(bundle)
+        return check_bundle(_existing(bundle))
 
     def generate(gpu: Gpu) -> Row:
         from pagelet.tools.gpu.bundles import check_generation
 
-        return check_generation(bundle)
+        return check_generation(_existing(bundle))
 
     return {
         f"addresses/{bundle.name}": addresses,
         f"bundle/{bundle.name}/verify": verify,
         f"bundle/{bundle.name}/generate": generate,
     }
+
+
+def _existing(bundle: Path) -> Path:
+    if not bundle.exists():
+        raise Missing("it was not made")
+    return bundle
 
 
 def run_here(chosen: Mapping[str, Check], gpu: Gpu, tell: Callable[[dict[str, Any]], None]) -> bool:
@@ -100,7 +126,7 @@ def run_one(name: str, check: Check, gpu: Gpu) -> Row:
         warnings.simplefilter("always")
         try:
             row = check(gpu)
-        except MissingKernels as error:
+        except Missing as error:
             row = Row(name, "skipped", str(error))
         except Exception as error:
             row = Row(name, "failed", f"{type(error).__name__}: {error}")
