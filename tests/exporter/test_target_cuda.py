@@ -16,6 +16,7 @@ from families.rows import ROWS, Row
 from folding import job_in, write
 from hypothesis import given
 from hypothesis import strategies as st
+from lowered import distance, in_float32
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
@@ -93,18 +94,7 @@ class Written:
         builder = partial(CudaBuilder, **options)
         return ir.to_proto(build_graph(replace(self.lowered, builder=builder), cache))  # type: ignore[arg-type]
 
-    def in_float32(self) -> "Written":
-        """With weights that are not rounded to the activations' type; the file of the others is replaced."""
-        spec, weights, folder = self.part.spec, self.part.weights, self.part.folder
-        lowered = lower_weights(spec, weights, folder, CudaLayout(), activations="f32", input_scales={})
-        return replace(self, lowered=replace(self.part, weights=lowered))
-
-    def run(self, model: onnx.ModelProto, steps: tuple[Ragged, ...] = STEPS) -> Float32:
-        session = open_session(model.SerializeToString(), threads=1, folder=self.part.folder)
-        return run_steps(session, steps, len(self.part.spec.window_groups), num_blocks=8)
-
-
-def written(
+    def written(
     row: Row,
     home: Path,
     byte_tokenizer: Callable[[Path], None],
@@ -154,11 +144,6 @@ def reference(written: Written, folder: Path, cache_type: str = "f16") -> Float3
     graph = ir.to_proto(build_graph(part, CacheFormat(BLOCK, cache_type)))
     session = open_session(graph.SerializeToString(), threads=1, folder=folder)
     return run_steps(session, STEPS, len(part.spec.window_groups), num_blocks=8)
-
-
-def distance(found: Float32, expected: Float32) -> float:
-    """Root of the mean square of the error, relative to the logits' spread."""
-    return float(np.sqrt(np.mean(np.square(found - expected))) / expected.std())
 
 
 def assert_close(found: Float32, expected: Float32, tolerance: float = TOLERANCE) -> None:
