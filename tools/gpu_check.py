@@ -26,6 +26,7 @@ import os
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -43,9 +44,13 @@ _USE_KERNELS = ("kernels", "graph", "timing")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
     if args.worker:
         return _work(args)
+    names = [*(bundle.name for bundle in args.bundle), *args.make]
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        parser.error(f"more than one bundle is called {', '.join(twice)}")
     try:
         return _compile_only(args) if args.compile_only else _check(args)
     except (KernelError, NoGpu) as error:
@@ -57,26 +62,37 @@ def _check(args: argparse.Namespace) -> int:
     """Run what was asked for, print and write what was found."""
     deadline = time.monotonic() + args.seconds
     rows: list[Row] = []
+
+    def note(row: Row) -> None:
+        """Write it down at once: so what was found is there, whatever happens next."""
+        rows.append(row)
+        _write(args.json, rows)
+        if sys.stderr.isatty():
+            print(table([row]).splitlines()[0], file=sys.stderr, flush=True)
+
     with ExitStack() as resources:
         if args.make:
             args.into = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="pagelet-made-")))
         known = checks(args.bundle, _made(args))
         names = [name for name in known if name != "device" and _is_asked(name, args.only)]
-        rows += supervise(["device"], _command(args, args.kernels), deadline, _show)
+        supervise(["device"], _command(args, args.kernels), deadline, note)
         if rows[0].status == "failed":
             names = []
         kernels = args.kernels
         if kernels is None and any(name.split("/")[0] in _USE_KERNELS for name in names):
             folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="pagelet-gpu-check-")))
-            rows.append(_compile_here(folder, rows[0], args.jobs))
-            _show(rows[-1])
+            note(_compile_here(folder, rows[0], args.jobs))
             kernels = folder if (folder / "kernels.json").exists() else None
-        rows += supervise(names, _command(args, kernels), deadline, _show)
+        supervise(names, _command(args, kernels), deadline, note)
     rows = with_shares(rows)
     print(table(rows))
-    if args.json is not None:
-        args.json.write_text(document(rows), encoding="utf-8")
+    _write(args.json, rows)
     return 0 if is_good(rows) else 1
+
+
+def _write(path: Path | None, rows: Sequence[Row]) -> None:
+    if path is not None:
+        path.write_text(document(rows), encoding="utf-8")
 
 
 def _compile_here(folder: Path, device: Row, jobs: int) -> Row:
@@ -143,11 +159,6 @@ def _made(args: argparse.Namespace) -> list[Path]:
 def _is_asked(name: str, only: Sequence[str]) -> bool:
     """What is to be made has been asked for by its own option."""
     return not only or name.startswith("make/") or any(f"{name}/".startswith(f"{each}/") for each in only)
-
-
-def _show(row: Row) -> None:
-    """While it runs: so what was found is there, whatever happens next."""
-    print(table([row]).splitlines()[0], file=sys.stderr, flush=True)
 
 
 def _progress(done: int, of: int) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,15 +14,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_cuda import FakeCuda
 from gpu_on_paper import paper_gpu
 
+from pagelet.plugins.cuda_driver import Driver
 from pagelet.plugins.kernels.launch_plan import plan
-from pagelet.plugins.kernels.records import KernelError, KernelTable
+from pagelet.plugins.kernels.records import CubinRecord, KernelError, KernelRecord, KernelTable
 from pagelet.plugins.kernels.variant import AttentionVariant
 from pagelet.tools import gpu_check
 from pagelet.tools.gpu import timing
 from pagelet.tools.gpu.cases import CASES, PAD, Case
 from pagelet.tools.gpu.compiling import compile_needed, needed
+from pagelet.tools.gpu.device import Gpu
 from pagelet.tools.gpu.graph import check_graph
 from pagelet.tools.gpu.kernels import check_case
 from pagelet.tools.gpu.report import Row, is_good, table
@@ -124,6 +129,29 @@ def test_a_mistake_is_found_where_it_is(
     failed = {name for name, row in rows.items() if row.status == "failed"}
     assert failed == {case.name for case in SMALL if is_hit(case.variant)}
     assert all(said in rows[name].detail for name in failed)
+
+
+def test_kernels_that_do_nothing_fail_everywhere(tmp_path: Path) -> None:
+    """Through the library that launches them, of a folder with a file for each kernel that is needed."""
+    image, launched = b"\x7fELF", Counter[str]()
+    cubin = CubinRecord(len(image), hashlib.sha256(image).hexdigest(), 32, 0, 0)
+    records = {}
+    (tmp_path / "sm_89").mkdir()
+    for key, spec in needed().items():
+        records[key] = KernelRecord(key, spec.role, spec.function, spec.warps, spec.arguments, {89: cubin})
+        (tmp_path / records[key].file(89)).write_bytes(image)
+    KernelTable({89: "none"}, records).write(tmp_path)
+    counts = {record.entry: len(record.arguments) + 2 for record in records.values()}
+    fake = FakeCuda(
+        functions={
+            entry: (count, lambda *launch, entry=entry: launched.update([entry]))
+            for entry, count in counts.items()
+        }
+    )
+    gpu = Gpu(Driver.open(bindings=fake), tmp_path)
+    rows = [check_case(gpu, case) for case in SMALL]
+    assert all("output: NaN or infinity from row 0, head 0 on (100.00%)" in row.detail for row in rows)
+    assert launched == dict.fromkeys(("prepare", "attend", "merge"), len(SMALL))
 
 
 def test_a_scale_that_is_1_percent_off_is_found() -> None:
@@ -352,7 +380,8 @@ def test_without_a_gpu_one_line_says_so(on_paper: Any, capsys: pytest.CaptureFix
 
 
 def test_what_is_not_done_in_time_is_skipped() -> None:
-    rows = supervise(["graph", "timing/copy"], ["false"], time.monotonic())
+    rows: list[Row] = []
+    supervise(["graph", "timing/copy"], ["false"], time.monotonic(), rows.append)
     assert [(row.name, row.status, row.detail) for row in rows] == [
         ("graph", "skipped", "out of time"),
         ("timing/copy", "skipped", "out of time"),
@@ -360,13 +389,15 @@ def test_what_is_not_done_in_time_is_skipped() -> None:
 
 
 def test_a_process_that_does_not_start_fails_every_check() -> None:
-    rows = supervise(["graph", "timing/copy"], [sys.executable, "-c", "exit(3)"], time.monotonic() + 60)
+    rows: list[Row] = []
+    supervise(["graph", "timing/copy"], [sys.executable, "-c", "exit(3)"], time.monotonic() + 60, rows.append)
     assert [row.detail for row in rows] == ["its process ended with status 3"] * 2
 
 
 def test_a_process_may_say_that_there_is_no_device() -> None:
+    command = [sys.executable, "-c", 'print(\'{"fatal": "none"}\')']
     with pytest.raises(NoGpu, match="none"):
-        supervise(["graph"], [sys.executable, "-c", 'print(\'{"fatal": "none"}\')'], time.monotonic() + 60)
+        supervise(["graph"], command, time.monotonic() + 60, lambda row: None)
 
 
 def test_a_warning_is_shown() -> None:
@@ -394,7 +425,16 @@ def test_the_table_counts() -> None:
     )
 
 
-@pytest.mark.parametrize("arguments", [["--only", "cernels"], ["--seconds", "0"], ["--sm", "x"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--only", "cernels"],
+        ["--seconds", "0"],
+        ["--sm", "x"],
+        ["--make", "cpu"],
+        ["--make", "rtx", "--bundle", "x/rtx"],
+    ],
+)
 def test_bad_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         gpu_check.main(arguments)

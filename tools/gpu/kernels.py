@@ -78,9 +78,9 @@ def check_case(gpu: Gpu, case: Case) -> Row:
         "codes": found.codes,
         "codes_apart": found.codes_apart,
     }
-    detail = f"max error {found.max_error:.2g}, {found.error_units:.0%} of what is allowed"
+    detail = f"{found.error_units:.0%} of the allowed error"
     if found.codes:
-        detail += f"; {found.codes_apart} of {found.codes} codes one step apart"
+        detail += f"; {found.codes_apart} of {found.codes} codes a step apart"
     return Row(
         f"kernels/{case.name}",
         "failed" if problems else "ok",

@@ -135,24 +135,21 @@ def run_one(name: str, check: Check, gpu: Gpu) -> Row:
     return replace(row, name=name, detail=detail, seconds=time.perf_counter() - began)
 
 
-def supervise(
-    names: Sequence[str], command: Sequence[str], deadline: float, on_row: OnRow = lambda row: None
-) -> list[Row]:
-    """Rows of checks that processes run; a process that ends or hangs fails one check, and another goes on.
+def supervise(names: Sequence[str], command: Sequence[str], deadline: float, on_row: OnRow) -> None:
+    """Runs checks in processes; one that ends or hangs fails the check that it runs, and another goes on.
 
     Args:
         command: reads a list of names as JSON, and writes what `run_here` tells, a line each.
         deadline: of `time.monotonic`; what is not done then is skipped.
+        on_row: is given each check's row, as soon as it is there.
 
     Raises:
         NoGpu: a process says that there is no device.
     """
-    rows: list[Row] = []
     left = list(names)
 
     def add(row: Row) -> None:
         left.remove(row.name)
-        rows.append(row)
         on_row(row)
 
     while left:
@@ -169,7 +166,6 @@ def supervise(
         if (begun or len(left) == before) and time.monotonic() < deadline:
             why = "it hangs" if status is None else f"its process ended with status {status}"
             add(Row(begun or left[0], "failed", why, seconds=worker.seconds))
-    return rows
 
 
 class _Worker:
