@@ -114,7 +114,7 @@ def anything(variant: AttentionVariant) -> bool:
         (
             "cache scale",
             lambda variant: variant.scaled and variant.writes,
-            "_scale_cache: scales differ by up to 1.",
+            "scales are wrong, by up to 1.00%",
         ),
         ("slot", lambda variant: variant.writes, "key_cache: "),
         ("lost", lambda variant: variant.writes, "value_cache: "),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -145,7 +146,8 @@ def check_device(gpu: Gpu) -> Row:
         "multiprocessors": driver.multiprocessors,
         "memory_bytes": driver.total_memory,
         "free_bytes": driver.free_memory(),
-        "driver_cuda": driver_version(),
+        "driver": driver_version(),
+        "driver_cuda": driver_cuda(),
     }
     for package in _PACKAGES:
         try:
@@ -155,12 +157,22 @@ def check_device(gpu: Gpu) -> Row:
     figures["onnxruntime_providers"] = _providers()
     sizes = f"{driver.multiprocessors} multiprocessors, {driver.total_memory / 2**30:.1f} GiB"
     found = ", ".join(f"{name} {figures[name]}" for name in _PACKAGES if figures[name])
-    detail = f"{driver.name}, SM {driver.compute_capability}, {sizes}, driver for CUDA "
-    detail += f"{figures['driver_cuda'] or '?'}; {found}"
+    serves = f"driver {figures['driver'] or '?'} for CUDA {figures['driver_cuda'] or '?'}"
+    detail = f"{driver.name}, SM {driver.compute_capability}, {sizes}, {serves}; {found}"
     return Row("device", "ok", detail, figures=figures)
 
 
 def driver_version() -> str | None:
+    """As NVIDIA numbers it, "580.65.06"; None where Linux does not say."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    found = re.search(r"\d+\.\d+(\.\d+)?", text)
+    return found[0] if found else None
+
+
+def driver_cuda() -> str | None:
     """The newest CUDA that the driver serves, "13.0"; None where it does not say."""
     try:
         from cuda.bindings import driver

@@ -37,6 +37,9 @@ LIMITS = {
     "bundle": 240,
 }
 
+_BETWEEN = 60  # seconds for a process to begin, or to end
+_KILLED = 20  # and for one that was killed, which may wait for its GPU
+
 Check = Callable[[Gpu], Row]
 OnRow = Callable[[Row], None]
 
@@ -197,18 +200,22 @@ class _Worker:
 
     def end(self) -> int | None:
         """Its status; None: it had to be killed."""
-        if self.hangs:
-            self._process.kill()
-        status = self._process.wait()
-        self._reader.join(5)
-        return None if self.hangs else status
+        if not self.hangs:
+            status = self._process.wait()
+            self._reader.join(_KILLED)
+            return status
+        self._process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_KILLED)
+        self._reader.join(_KILLED)
+        return None
 
 
 def _follow(worker: _Worker, deadline: float, add: OnRow) -> str:
     """Adds rows until the process ends, hangs or time is up; the check that was begun and not done, or ""."""
     begun = ""
     while True:
-        limit = LIMITS[begun.split("/")[0]] if begun else max(LIMITS.values())
+        limit = LIMITS[begun.split("/")[0]] if begun else _BETWEEN
         try:
             line = worker.lines.get(timeout=max(0.0, min(limit, deadline - time.monotonic())))
         except queue.Empty:
