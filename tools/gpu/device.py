@@ -116,6 +116,18 @@ class DeviceArrays:
             self._driver.to_device(pointer, whole.ctypes.data, whole.nbytes, self._stream)
             self._driver.synchronize(self._stream)
 
+    def fill(self, num_bytes: int, part: Array) -> int:
+        """New memory in which an array is repeated as often as it fits."""
+        pointer = self.allocate(num_bytes, None)
+        whole = np.ascontiguousarray(part).reshape(-1).view(np.uint8)[:num_bytes]
+        self.write(pointer, whole)
+        done = whole.nbytes
+        while done < num_bytes:
+            more = min(done, num_bytes - done)
+            self._driver.on_device(pointer + done, pointer, more, self._stream)
+            done += more
+        return pointer
+
     def read(self, pointer: int, shape: tuple[int, ...], dtype: Any) -> Array:
         """What the device has there when everything in the stream is done."""
         array = np.empty(shape, dtype)
@@ -195,6 +207,3 @@ def _kernel_library(folder: Path, driver: Driver) -> Library:
     from pagelet.plugins.kernels.library import KernelLibrary
 
     return KernelLibrary(folder, driver)
-
-
-__all__ = ["CudaError", "DeviceArrays", "Gpu", "Library", "Missing", "check_device"]

@@ -19,11 +19,12 @@ from pagelet.plugins.kernels.variant import AttentionVariant
 from pagelet.tools.gpu.device import DeviceArrays, Gpu
 from pagelet.tools.gpu.kernels import block_bytes
 from pagelet.tools.gpu.report import Figure, Row
-from pagelet.tools.gpu.steps import Array, Arrays, as_activation, tables_of
+from pagelet.tools.gpu.steps import Array, Arrays, as_activation, empty_pool, tables_of, write_random
 
 COPY_BYTES = 1 << 29
 POOL_BYTES = 1 << 28  # at least: caches of GPUs have up to 128 MiB
 MATRIX = 8192
+_PART_BLOCKS = 64  # whose content is repeated in the pool
 _TRIES = 7
 _MOST_STEPS = 32  # in one recording
 _TRY_SECONDS = 0.02  # that one try should take at least
@@ -219,14 +220,11 @@ def _place(memory: DeviceArrays, load: Load, steps: int) -> tuple[dict[str, int]
         if there:
             inputs[name] = np.ones(variant.head_dim, np.float32)
     tensors = {name: memory.upload(array) for name, array in inputs.items()}
-    head_rows = pool_blocks * variant.block_size * variant.kv_num_heads
-    element = 2 if variant.cache == "f16" else 1
-    for name in ("key_cache", "value_cache"):
-        # Numbers that are no NaN, and whose sums are of no interest: how long it takes is the same for all.
-        tensors[name] = memory.allocate(head_rows * variant.head_dim * element, 0x11)
-        if variant.scaled:
-            scales = name.replace("_cache", "_scale_cache")
-            tensors[scales] = memory.allocate(4 * head_rows, 0x11)
+    # Random numbers, since a GPU multiplies constant ones faster: they take less power.
+    part = empty_pool(variant, _PART_BLOCKS)
+    write_random(part, np.arange(_PART_BLOCKS * variant.block_size), rng)
+    for name, array in part.items():
+        tensors[name] = memory.fill(pool_blocks * array[0].nbytes, array)
     tensors["output"] = memory.allocate(2 * shapes.tokens * variant.num_heads * variant.head_dim)
     workspace = memory.allocate(workspace_bytes(variant, shapes.tokens, shapes.sequences, shapes.table_width))
     return tensors, [memory.upload(table) for table in _tables(load, steps, rng)], workspace
