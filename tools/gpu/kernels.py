@@ -21,8 +21,8 @@ Array = NDArray[Any]
 
 # Unit roundoff. Rotated queries, the softmax's weights and outputs are rounded to the activations' type; with
 # bf16 what an f16 cache holds is too. Each moves an element by about a unit of the terms that are summed, and
-# so of its head's root mean square: what is allowed is relative to that, however many keys there are. Triton's
-# interpreter, which rounds as GPUs do, uses up 0.6 of it over these cases.
+# so of its head's root mean square: what is allowed is relative to that, however many keys there are. Of it
+# Triton's interpreter, which rounds as GPUs do, uses up 0.6 over these cases.
 UNITS = {"f16": 2.0**-11, "bf16": 2.0**-8}
 OF_ELEMENT, OF_HEAD = 3, 8  # units
 # A norm sums in another order, and a rotation's product and sum may be fused: that moves what is written by
