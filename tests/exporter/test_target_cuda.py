@@ -30,8 +30,8 @@ from pagelet.exporter.part import Part
 from pagelet.exporter.quantize.quantizer import RoundToNearest
 from pagelet.exporter.targets.cuda import CudaBuilder, CudaLayout
 from pagelet.exporter.targets.lowering import lower_weights
-from pagelet.exporter.weights import WEIGHTS_NAME, StoredWeights, WeightsFile
-from pagelet.plugins import float_packing, packing
+from pagelet.exporter.weights import StoredWeights, WeightsFile
+from pagelet.plugins import packing
 from pagelet.plugins.float_packing import FloatFormat
 from pagelet.plugins.packing import LinearFormat
 from pagelet.plugins.session import open_session
@@ -94,7 +94,18 @@ class Written:
         builder = partial(CudaBuilder, **options)
         return ir.to_proto(build_graph(replace(self.lowered, builder=builder), cache))  # type: ignore[arg-type]
 
-    def written(
+    def in_float32(self) -> "Written":
+        """With weights that are not rounded to the activations' type; the file of the others is replaced."""
+        spec, weights, folder = self.part.spec, self.part.weights, self.part.folder
+        lowered = lower_weights(spec, weights, folder, CudaLayout(), activations="f32", input_scales={})
+        return replace(self, lowered=replace(self.part, weights=lowered))
+
+    def run(self, model: onnx.ModelProto, steps: tuple[Ragged, ...] = STEPS) -> Float32:
+        session = open_session(model.SerializeToString(), threads=1, folder=self.part.folder)
+        return run_steps(session, steps, len(self.part.spec.window_groups), num_blocks=8)
+
+
+def written(
     row: Row,
     home: Path,
     byte_tokenizer: Callable[[Path], None],
@@ -112,30 +123,6 @@ class Written:
         part.spec, part.weights, part.folder, CudaLayout(), activations=activations, input_scales={}
     )
     return Written(part, replace(part, weights=lowered))
-
-
-def in_float32(part: Part, folder: Path) -> Part:
-    """The same weights, whose codes became numbers: products of it know no rounding."""
-    folder.mkdir()
-    packed = np.fromfile(part.folder / WEIGHTS_NAME, np.uint8)
-    plain = FloatFormat("f32")
-    linears, vectors = {}, {}
-    with WeightsFile(folder / WEIGHTS_NAME) as file:
-        for name, vector in part.weights.vectors.items():
-            data = packed[vector.offset : vector.offset + vector.length]
-            vectors[name] = file.add(name, "float32", vector.shape, iter([data]))
-        for module, linear in part.weights.linears.items():
-            data = packed[linear.weight.offset : linear.weight.offset + linear.weight.length]
-            kind: Any = packing if isinstance(linear.format, LinearFormat) else float_packing
-            parts = kind.unpack(data, linear.in_features, linear.out_features, linear.format)
-            values = float_packing.pack(kind.dequantize(*parts, linear.format), None, plain)
-            weight = file.add(module, "uint8", values.shape, iter([values]))
-            bias = linear.bias
-            if bias is not None:
-                data = packed[bias.offset : bias.offset + bias.length]
-                bias = file.add(module + ".bias", "float32", bias.shape, iter([data]))
-            linears[module] = replace(linear, format=plain, weight=weight, bias=bias)
-    return replace(part, weights=replace(part.weights, linears=linears, vectors=vectors), folder=folder)
 
 
 def reference(written: Written, folder: Path, cache_type: str = "f16") -> Float32:
