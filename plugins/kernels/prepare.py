@@ -45,7 +45,8 @@ def prepare(
     """One program per token and BLOCK_H heads: of queries, then, where it writes, of keys, then of values.
 
     Queries go, in the activation's type, to ``prepared_query [T, HEADS, HEAD_DIM]``; keys and values to the
-    cache, at the slots that the block table gives. What is not mapped there (-1) is not written.
+    cache, at the slots that the block table gives. What is not mapped there (-1), beyond it, or behind the
+    last sequence is not written.
     """
     KEYS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H  # the first group of heads of keys
     VALUES: tl.constexpr = KEYS + (KV_HEADS + BLOCK_H - 1) // BLOCK_H
@@ -79,9 +80,11 @@ def prepare(
         tl.store(target, x.to(prepared_query.dtype.element_ty), mask=inside)
     else:
         s = _sequence_of(token, cumulative_sequence_length, sequences)
-        logical = tl.load(past_seqlens + s) + token - tl.load(cumulative_sequence_length + s)
+        past = tl.load(past_seqlens + s, mask=s < sequences, other=0)
+        logical = past + token - tl.load(cumulative_sequence_length + s)
+        mapped = (s < sequences) & (logical < table_width * BLOCK_SIZE)
         entry = block_table + s.to(tl.int64) * table_width + logical // BLOCK_SIZE
-        block = tl.load(entry, mask=logical < table_width * BLOCK_SIZE, other=-1)
+        block = tl.load(entry, mask=mapped, other=-1)
         if block >= 0:
             slot = block.to(tl.int64) * BLOCK_SIZE + logical % BLOCK_SIZE
             head = (group - (KEYS if group < VALUES else VALUES)) * BLOCK_H + tl.arange(0, BLOCK_H)

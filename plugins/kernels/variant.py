@@ -182,34 +182,20 @@ class Tile:
 # By the padded head size: bounded by registers (255 for each thread, none spilled) and by 99 KiB of shared
 # memory, what SM 86, 89 and 120 give a program. A fifth stage lets keys and values be copied one tile ahead:
 # two go to the block table's entry that they wait for.
-_PREFILL = {
-    16: Tile(64, 32, 4, 5),
-    32: Tile(64, 32, 4, 5),
-    64: Tile(64, 32, 4, 5),
-    128: Tile(64, 32, 4, 5),
-    256: Tile(64, 16, 8, 5),
-    512: Tile(32, 16, 8, 3),
-}
-_DECODE = {
-    16: Tile(32, 64, 4, 5),
-    32: Tile(32, 64, 4, 5),
-    64: Tile(32, 64, 4, 5),
-    128: Tile(32, 32, 4, 5),
-    256: Tile(32, 16, 4, 5),
-    512: Tile(32, 16, 8, 3),
-}
+_SMALL = {size: Tile(64, 32, 4, 5) for size in (16, 32, 64)}
+_PREFILL = _SMALL | {128: Tile(64, 32, 4, 5), 256: Tile(64, 16, 8, 5), 512: Tile(32, 16, 8, 3)}
+_PREFILL_TREE = _SMALL | {128: Tile(32, 32, 4, 5), 256: Tile(32, 16, 4, 5), 512: Tile(32, 16, 8, 3)}
+_DECODE = {size: Tile(32, 64, 4, 5) for size in (16, 32, 64)}
+_DECODE |= {128: Tile(32, 32, 4, 5), 256: Tile(32, 16, 4, 5), 512: Tile(32, 16, 8, 3)}
+_TILES = {"prefill": _PREFILL, "prefill_tree": _PREFILL_TREE, "decode": _DECODE, "decode_tree": _DECODE}
 
 
 def tile_of(variant: AttentionVariant, role: str) -> Tile:
     """The tile of a node's kernel ``prefill``, ``prefill_tree``, ``decode`` or ``decode_tree``."""
-    tile = (_DECODE if role.startswith("decode") else _PREFILL)[padded(variant.head_dim)]
-    rows = tile.rows
-    if role == "prefill_tree":  # the mask takes registers
-        rows = 32
-    elif role.startswith("decode") and variant.group <= 3:
-        # At least 5 tokens fit, as 4 do into 32 rows of the usual groups of 4 to 8: so the rows of a
-        # verification read the keys once or twice.
-        rows = 16
+    tile = _TILES[role][padded(variant.head_dim)]
+    # Decode holds at least 5 tokens in 16 rows for small groups, 4 in 32 for the usual 4 to 8: so the rows
+    # of a verification read the keys once or twice.
+    rows = 16 if role.startswith("decode") and variant.group <= 3 else tile.rows
     # In half a tile that fits into a block, one entry of the block table serves all keys.
     fits = variant.block_size % tile.keys == 0 or variant.block_size % 32
     return replace(tile, rows=rows, keys=tile.keys if fits else min(tile.keys, 32))

@@ -81,8 +81,10 @@ def rounded(array: Any, activation: str) -> Any:
     return torch.from_numpy(np.ascontiguousarray(array)).to(dtype).float().numpy()
 
 
-def run(variant: AttentionVariant, arrays: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """One step: float32 ``[T, num_heads * head_dim]``, and the roles that were launched.
+def run(
+    variant: AttentionVariant, arrays: Mapping[str, Any], roles: tuple[str, ...] = ()
+) -> tuple[Any, list[str]]:
+    """One step: float32 ``[T, num_heads * head_dim]``, and the roles that were launched: of `roles`, or all.
 
     Caches among the arrays are updated in place.
     """
@@ -95,7 +97,7 @@ def run(variant: AttentionVariant, arrays: Mapping[str, Any]) -> tuple[Any, list
     for name in {"query", "key", "value"} & set(tensors):
         tensors[name] = tensors[name].to(activation)
     tensors["output"] = torch.full((tokens, variant.num_heads * variant.head_dim), torch.nan).to(activation)
-    launches = plan(variant, shapes)
+    launches = [launch for launch in plan(variant, shapes) if not roles or launch.kernel.role in roles]
     for launch in launches:
         kernel = launch.kernel
         types = [TORCH_TYPES.get(kind) for _, kind in kernel.arguments]

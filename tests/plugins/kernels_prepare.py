@@ -88,7 +88,8 @@ def test_edges_are_stored_as_the_reference_stores_them(
         row[16:32], row[32:] = np.tile(edge, 2), np.tile(edge[::-1], 2)
     world.qkv[0] = rounded(world.qkv[0], activation)
     caches, expected = world.caches(), world.caches()
-    run(variant_of(layer, activation), world.step([(0, 0, len(EDGES))]) | caches.arrays())
+    step = world.step([(0, 0, len(EDGES))])
+    run(variant_of(layer, activation), step | caches.arrays(), roles=("prepare",))
     slots = reference.block_slots(world.block_table[0], np.arange(len(EDGES)), layer.block_size)
     for cache, scales, rows in (
         (expected.key, expected.key_scale, world.qkv[0][:, 16:32]),
@@ -112,3 +113,23 @@ def test_heads_and_sequences_beyond_one_program(
 ) -> None:
     layer = make_layer(num_heads=heads, kv_num_heads=heads, head_size=16, cache_type=cache_type, rotary=False)
     check(make_world, layer, [(s, 5, 5 + length) for s, length in enumerate(lengths)])
+
+
+@pytest.mark.parametrize("cache_type", CACHE_TYPES)
+def test_rows_without_a_slot_are_not_written(make_layer: Any, make_world: Any, cache_type: str) -> None:
+    """Those behind the last sequence, and those beyond the block table."""
+    layer = make_layer(cache_type=cache_type, rotary=False)
+    world = make_world(layer, [20, 3])
+    world.qkv = [rounded(rows, "f16") for rows in world.qkv]
+    caches, step = world.caches(), world.step([(0, 0, 20)])
+    slots = reference.block_slots(world.block_table[0], np.arange(16), layer.block_size)
+    width = layer.num_heads * layer.head_size
+    keys, values = np.split(world.qkv[0][:16, width:].reshape(16, -1, layer.head_size), 2, axis=1)
+    expected = world.caches()
+    reference.write(expected.key, expected.key_scale, slots, keys)
+    reference.write(expected.value, expected.value_scale, slots, values)
+    step["query"] = np.concatenate([step["query"], world.qkv[1]])
+    step["block_table"] = step["block_table"][:, :1].copy()
+    run(variant_of(layer), step | caches.arrays(), roles=("prepare",))
+    for name, cache in expected.arrays().items():
+        compare_caches(caches.arrays()[name], cache, name, exactly=True)
