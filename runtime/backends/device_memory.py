@@ -19,12 +19,10 @@ class DeviceMemory:
     Attributes:
         driver: of the device; belongs to whoever opened it.
         stream: all work of the backend is put here, in order.
-        num_bytes: of device memory that is allocated.
     """
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
-        self.num_bytes = 0
         self._device: list[int] = []
         self._pinned: list[int] = []
         self.stream = driver.create_stream()
@@ -48,7 +46,6 @@ class DeviceMemory:
                 f"{device_free_memory(self.driver)} of {self.driver.total_memory} bytes are free. {remedy}"
             ) from error
         self._device.append(pointer)
-        self.num_bytes += num_bytes
         return pointer
 
     def pinned(self, num_bytes: int, purpose: str, remedy: str) -> ByteArray:
@@ -85,7 +82,6 @@ class DeviceMemory:
             self.driver.destroy_stream(self.stream)
         self._device.clear()
         self._pinned.clear()
-        self.num_bytes = 0
 
 
 def device_free_memory(driver: Driver) -> int:

@@ -104,6 +104,7 @@ class Engine:
     """A deserialized engine and the memory that its contexts share.
 
     Attributes:
+        inputs, outputs: the names of its tensors.
         bounds: for each profile, the largest shape of each input.
         workspace_bytes: of the memory that contexts compute in, one at a time.
     """
