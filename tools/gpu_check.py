@@ -48,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.worker:
         return _work(args)
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        parser.error(f"{args.json} is in no folder that exists")
     names = [*(bundle.name for bundle in args.bundle), *args.make]
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         parser.error(f"more than one bundle is called {', '.join(twice)}")

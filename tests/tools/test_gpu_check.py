@@ -65,7 +65,7 @@ def test_right_kernels_pass() -> None:
 
 def test_the_cases_meet_everything() -> None:
     variants = {case.variant for case in CASES}
-    assert {each.head_dim for each in variants} == {64, 80, 96, 128, 256}
+    assert {each.head_dim for each in variants} == {64, 80, 96, 128, 256, 512}
     assert {each.group for each in variants} >= {1, 4, 7, 16}
     assert {each.block_size for each in variants} >= {16, 32, 48}
     for feature in (
@@ -91,6 +91,8 @@ def test_the_cases_meet_everything() -> None:
     wanted = {"prepare", "prefill", "decode", "decode_tree", "merge"}
     assert roles >= {(cache, role) for cache in ("f16", "int8", "fp8") for role in wanted}
     assert roles >= {("f16", "prefill_tree"), ("fp8", "prefill_tree")}
+    trees = {(case.variant.head_dim, "wide" in case.name) for case in CASES if case.kind.tree}
+    assert trees == {(size, wide) for size in (64, 128, 256) for wide in (False, True)}
     splits = [launch.grid[2] for case in CASES for launch in plan(case.variant, build(case).shapes)]
     assert max(splits) == 32
     assert sum(PAD in case.kind.spans for case in CASES) > 20
@@ -432,6 +434,7 @@ def test_the_table_counts() -> None:
         ["--seconds", "0"],
         ["--sm", "x"],
         ["--make", "cpu"],
+        ["--json", "no such folder/out.json"],
         ["--make", "rtx", "--bundle", "x/rtx"],
     ],
 )

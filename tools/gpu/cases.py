@@ -93,18 +93,18 @@ _SETUPS: dict[str, tuple[AttentionVariant, str]] = {
     "qwen2 7 heads": (_node(14, 2, 128, activation="bf16"), "prefill decode verify"),
     "glm 16 heads": (
         _node(16, 1, 128, activation="bf16", cache="fp8", rotary_dim=64, rotary_interleaved=True),
-        "prefill decode tree",
+        "prefill decode tree wide_tree",
     ),
     "phi 80 unpacked": (_node(4, 4, 80, rotary_dim=32, packed=False), "prefill decode"),
     "phi3 96": (_node(4, 4, 96, activation="bf16", cache="int8", local_window_size=90), "prefill decode"),
     "gemma2": (_node(4, 2, 256, scale=0.0625, softcap=50.0, local_window_size=64), "prefill decode"),
     "gemma3": (
         _node(4, 2, 256, activation="bf16", local_window_size=100, q_norm=True, k_norm=True),
-        "prefill decode",
+        "prefill decode wide_tree",
     ),
     "gemma3n int8": (
         _node(4, 2, 256, cache="int8", scale=0.1, q_norm=True, k_norm=True, norm_values=True),
-        "prefill decode",
+        "prefill decode tree",
     ),
     "gpt-oss": (
         _node(16, 2, 64, activation="bf16", cache="fp8", sinks=True, local_window_size=48),
@@ -115,6 +115,7 @@ _SETUPS: dict[str, tuple[AttentionVariant, str]] = {
     "reader": (_node(8, 2, 128, writes=False, local_window_size=70), "prefill decode"),
     "reader int8": (_node(8, 2, 64, cache="int8", writes=False), "prefill tree"),
     "window trees": (_node(16, 1, 64, local_window_size=50), "tree wide_tree"),
+    "heads of 512": (_node(4, 1, 512, rotary_dim=128), "prefill decode"),
     "no rotation": (_node(8, 2, 128, rotary_dim=0, softcap=30.0), "prefill decode"),
     "blocks of 16": (_node(8, 2, 128, 16), "prefill decode"),
     "blocks of 48": (_node(8, 2, 96, 48, cache="int8"), "prefill decode"),
