@@ -8,7 +8,6 @@ Shape = tuple[int, ...]
 Profile = dict[str, tuple[Shape, Shape, Shape]]
 """Of each input: the smallest, the usual and the largest shape."""
 
-_MASK_WORDS = 2  # a tree has at most 64 rows
 _MOST_ELEMENTS = 2**31 - 1  # of one tensor
 _USUAL_BLOCKS = 64  # of one sequence
 
@@ -42,7 +41,8 @@ def _profile(
         "position_ids": each(tokens),
         "cumulative_sequence_length": each((2, 2, sequences + 1)),
         "past_seqlens": each((1, 1, sequences)),
-        "ancestor_mask": ((0, 0), (0, 0), (tokens[2], _MASK_WORDS)),
+        # A bit for each row of the longest sequence: prompts may be read beside a tree.
+        "ancestor_mask": ((0, 0), (0, 0), (tokens[2], -(-tokens[2] // 32))),
         "logits_indices": each(rows),
     }
     for group in range(len(spec.window_groups)):

@@ -95,6 +95,18 @@ def open_bundle(
     return Opened(backend, tokenizer, target.manifest, proposers)
 
 
+def _check_steps(model: "_Model", config: EngineConfig) -> None:
+    """An engine takes steps of so many sequences and rows."""
+    gpu = model.manifest.gpu
+    if gpu is None or not gpu.kernels:
+        return
+    for name, most in (("max_sequences", gpu.max_sequences), ("max_step_tokens", gpu.step_tokens)):
+        if (asked := getattr(config, name)) > most:
+            raise CapacityError(
+                f"{name} is {asked}, but the engine of {model.folder} was made for {most}. Lower {name}."
+            )
+
+
 def _checked(
     folder: Path, config: EngineConfig, verify: bool, report: Callable[[str, float], None]
 ) -> _Model:
@@ -103,7 +115,9 @@ def _checked(
     if verify:
         _check_numbers(folder, manifest, config)
         report("verify", 1.0)
-    return _Model(folder, manifest, cache_shape(manifest, config.max_step_tokens))
+    model = _Model(folder, manifest, cache_shape(manifest, config.max_step_tokens))
+    _check_steps(model, config)
+    return model
 
 
 def _budgets(target: _Model, draft: _Model | None, context: int, config: EngineConfig) -> list[int]:

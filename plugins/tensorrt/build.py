@@ -91,6 +91,8 @@ def build_engine(
         if workspace is not None:
             config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace)
         if target == "rtx":
+            # Steps are captured as CUDA graphs, in memory that the runtime gives.
+            config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
             config.num_compute_capabilities = len(sms)
             for index, sm in enumerate(sms):
                 config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm}"), index)

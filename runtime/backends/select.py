@@ -56,13 +56,15 @@ def cache_shape(manifest: Manifest, max_step_tokens: int) -> CacheShape:
 def cache_memory(manifests: Sequence[Manifest]) -> int:
     """Bytes that are free for the caches of bundles that are about to be opened together.
 
-    On a GPU their weights will lie in the same memory; the CPU's are mapped, and take what is left.
+    On a GPU their weights and logits will lie in the same memory, and what the engine works in, for which an
+    eighth of the weights is left; the CPU's are mapped, and take what remains.
 
     Raises:
         BackendError: there is no such device.
     """
     on_gpu = [manifest for manifest in manifests if manifest.gpu is not None]
-    return max(device_memory(manifests[0]) - sum(map(weights_bytes, on_gpu)), 0)
+    taken = sum(weights_bytes(each) * 9 // 8 + _logits_bytes(each) for each in on_gpu)
+    return max(device_memory(manifests[0]) - taken, 0)
 
 
 def device_memory(manifest: Manifest) -> int:
@@ -92,3 +94,9 @@ def weights_bytes(manifest: Manifest) -> int:
     if engine:
         return manifest.files[engine].bytes
     return sum(entry.bytes for entry in manifest.files.values() if entry.weights)
+
+
+def _logits_bytes(manifest: Manifest) -> int:
+    """Of the most rows that a step may have."""
+    rows = manifest.gpu.logits_rows if manifest.gpu else 0
+    return 4 * rows * manifest.spec.vocab_size

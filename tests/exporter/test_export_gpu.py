@@ -20,7 +20,7 @@ from pagelet.exporter.stacked_rows import StackedRows
 from pagelet.models.certificate import load_certificate
 from pagelet.models.errors import BackendError, BundleError, CapacityError, InputError, UnsupportedError
 from pagelet.models.manifest import check_files, load_manifest
-from pagelet.runtime import Engine
+from pagelet.runtime import Engine, EngineConfig
 from pagelet.runtime.engine_building import build_bundle
 from pagelet.tools.cli import main
 
@@ -190,6 +190,13 @@ def test_without_a_gpu_opening_says_so_in_one_line(
         assert "\n" not in str(error.value)
     else:
         pytest.skip("there is a GPU here")
+
+
+@pytest.mark.parametrize("asked", [{"max_sequences": 33}, {"max_step_tokens": 513}])
+def test_more_than_the_engine_was_made_for_is_refused(asked: dict[str, int], rtx: Path) -> None:
+    (name,) = asked
+    with pytest.raises(CapacityError, match=rf"{name} is \d+, but the engine of .* was made for \d+. Lower"):
+        Engine.open(rtx, EngineConfig(**asked))
 
 
 def test_codes_with_minimums_are_made_symmetric_on_request_alone(
