@@ -3,7 +3,7 @@
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,14 @@ from pagelet.exporter import export
 from pagelet.tools.download import SMOLLM2, fetch
 
 MakeCheckpoint = Callable[..., Path]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernels_are_kept_apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What exports compile is remembered for this run, and not among the user's own files."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="session")

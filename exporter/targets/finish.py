@@ -61,6 +61,7 @@ def _compile_kernels(job: Job, graph: Path, settings: GpuSettings) -> None:
     try:
         from pagelet.plugins.kernels.assembler import KernelCompileError
         from pagelet.plugins.kernels.compile import compile_variants
+        from pagelet.plugins.kernels.cubin_cache import default_folder
     except ModuleNotFoundError as error:
         raise BackendError(
             f"attention kernels are compiled with {error.name}; run: pip install 'pagelet[gpu-export]'"
@@ -70,6 +71,7 @@ def _compile_kernels(job: Job, graph: Path, settings: GpuSettings) -> None:
             attention_variants(graph),
             settings.sms,
             job.folder / KERNELS_NAME,
+            cache=default_folder(),
             on_progress=lambda done, total: job.on_progress(done, total, "attention kernels"),
         )
     except KernelCompileError as error:

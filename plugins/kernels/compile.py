@@ -20,7 +20,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import ptx_get_version, sm_arch_from_capability
 from triton.compiler import ASTSource, make_backend
 
-from pagelet.plugins.kernels.assembler import Assembler, KernelCompileError, assembler_for
+from pagelet.plugins.kernels.assembler import Assembled, Assembler, KernelCompileError, assembler_for
+from pagelet.plugins.kernels.cubin_cache import CubinCache, cache_key
 from pagelet.plugins.kernels.records import TABLE, CubinRecord, KernelRecord, KernelTable
 from pagelet.plugins.kernels.variant import AttentionVariant, KernelSpec
 
@@ -41,6 +42,7 @@ def compile_variants(
     folder: Path,
     *,
     ptxas: Mapping[int, Path] | None = None,
+    cache: Path | None = None,
     on_progress: Progress | None = None,
 ) -> list[KernelRecord]:
     """Compiles all kernels of some nodes for some GPUs, each kernel once.
@@ -49,6 +51,7 @@ def compile_variants(
         sms: compute capabilities, times ten: 89 for 8.9.
         folder: gets `kernels.json` last, when all cubins are there, so a broken run leaves none.
         ptxas: by compute capability, taken instead of the one that would be.
+        cache: a folder of cubins that were compiled before (`cubin_cache`); None: all are compiled.
         on_progress: called with the number of cubins that are done, and of all.
 
     Raises:
@@ -69,7 +72,7 @@ def compile_variants(
     (folder / TABLE).unlink(missing_ok=True)
     records = []
     for spec in specs.values():
-        records.append(_compile_kernel(spec, assemblers, folder))
+        records.append(_compile_kernel(spec, assemblers, folder, CubinCache(cache)))
         if on_progress is not None:
             on_progress(len(records) * len(assemblers), len(specs) * len(assemblers))
     toolchains = {sm: f"Triton {triton.__version__}, {ptxas.name}" for sm, ptxas in assemblers.items()}
@@ -77,26 +80,35 @@ def compile_variants(
     return records
 
 
-def _compile_kernel(spec: KernelSpec, assemblers: Mapping[int, Assembler], folder: Path) -> KernelRecord:
+def _compile_kernel(
+    spec: KernelSpec, assemblers: Mapping[int, Assembler], folder: Path, cache: CubinCache
+) -> KernelRecord:
     """Writes the kernel's cubins."""
     cubins: dict[int, CubinRecord] = {}
     record = KernelRecord(spec.key, spec.role, spec.function, spec.warps, spec.arguments, cubins)
     for sm, assembler in assemblers.items():
+        key = cache_key(spec.key, sm, triton.__version__, assembler.name)
+        known = cache.get(key)
         try:
-            ptx, shared = _ptx(spec, sm, ptx_get_version(assembler.cuda))
-            if shared > _SHARED[sm] << 10:
-                raise KernelCompileError(
-                    f"it needs {shared} bytes of shared memory, there are {_SHARED[sm]} KiB"
-                )
-            assembled = assembler.assemble(ptx, sm_arch_from_capability(sm))
+            assembled, shared = known or _assembled(spec, sm, assembler)
         except Exception as error:  # Triton raises many kinds
             raise KernelCompileError(f"kernel {spec.key} does not compile for SM {sm}: {error}") from error
+        if known is None:
+            cache.put(key, assembled, shared)
         path = folder / record.file(sm)
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(assembled.cubin)
         digest = hashlib.sha256(assembled.cubin).hexdigest()
         cubins[sm] = CubinRecord(len(assembled.cubin), digest, assembled.registers, assembled.spills, shared)
     return record
+
+
+def _assembled(spec: KernelSpec, sm: int, assembler: Assembler) -> tuple[Assembled, int]:
+    """The cubin, and the bytes of shared memory that a launch of it needs."""
+    ptx, shared = _ptx(spec, sm, ptx_get_version(assembler.cuda))
+    if shared > _SHARED[sm] << 10:
+        raise KernelCompileError(f"it needs {shared} bytes of shared memory, there are {_SHARED[sm]} KiB")
+    return assembler.assemble(ptx, sm_arch_from_capability(sm)), shared
 
 
 def _ptx(spec: KernelSpec, sm: int, version: int) -> tuple[str, int]:

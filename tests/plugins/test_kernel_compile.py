@@ -222,3 +222,27 @@ ret;
     assembled = assembler_for(89, triton_folder()).assemble(ptx, "sm_89")
     assert assembled.registers <= 24
     assert assembled.spills > 0
+
+
+def test_what_was_compiled_before_is_not_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, spec = tmp_path / "cache", some("merge")
+    (first,) = compile_variants([spec], [89], tmp_path / "a", cache=cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(Assembler, "assemble", None)
+        (second,) = compile_variants([spec], [89], tmp_path / "b", cache=cache)
+    assert second == first
+    file = first.file(89)
+    assert (tmp_path / "b" / file).read_bytes() == (tmp_path / "a" / file).read_bytes()
+    (entry,) = cache.iterdir()
+    entry.write_bytes(entry.read_bytes()[:-1] + b"x")
+    (third,) = compile_variants([spec], [89], tmp_path / "c", cache=cache)
+    assert third == first
+    assert (tmp_path / "c" / file).read_bytes() == (tmp_path / "a" / file).read_bytes()
+
+
+def test_a_cache_that_cannot_be_written_is_none(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (record,) = compile_variants([some("merge")], [89], tmp_path / "a", cache=tmp_path / "file" / "cache")
+    assert record.cubins[89].bytes > 0
