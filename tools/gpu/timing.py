@@ -52,7 +52,7 @@ class Load:
 
     @property
     def name(self) -> str:
-        step = f"{self.sequences} × {self.past}" if self.rows == 1 else f"{self.rows} rows behind {self.past}"
+        step = f"{self.sequences} × {self.past + self.rows}" if self.rows == 1 else f"{self.rows} rows behind {self.past}"
         return f"{_NAMES[self.variant]}/{step}"
 
     @property
