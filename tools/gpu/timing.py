@@ -52,7 +52,8 @@ class Load:
 
     @property
     def name(self) -> str:
-        step = f"{self.sequences} × {self.past + self.rows}" if self.rows == 1 else f"{self.rows} rows behind {self.past}"
+        behind = f"{self.rows} rows behind {self.past}"
+        step = f"{self.sequences} × {self.past + 1}" if self.is_decode else behind
         return f"{_NAMES[self.variant]}/{step}"
 
     @property
