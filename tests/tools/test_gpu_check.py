@@ -176,7 +176,7 @@ def test_a_process_may_say_that_there_is_no_device() -> None:
 
 def test_a_warning_is_shown() -> None:
     def check(gpu: Any) -> Row:
-            warnings.warn("decoding goes on without CUDA graphs", RuntimeWarning, stacklevel=1)
+        warnings.warn("decoding goes on without CUDA graphs", RuntimeWarning, stacklevel=1)
         return Row("x", "ok", "fine")
 
     with paper_gpu() as gpu:
