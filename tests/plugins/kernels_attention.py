@@ -47,7 +47,7 @@ def test_prefill_and_decode(
 ) -> None:
     kinds = {"head_size": head_size, "num_heads": heads[0], "kv_num_heads": heads[1]}
     layer = make_layer(**kinds, cache_type=cache_type, **features)
-    prefill = [(0, 40, 57), (1, 0, 3)]
+    prefill = [(0, 40, 55), (1, 0, 2)]
     assert check(make_world, layer, prefill, activation) == ["prepare", "prefill"]
     decode = [(0, 150, 151), (1, 37, 41), (2, 0, 1)]
     assert check(make_world, layer, decode, activation) == ["prepare", "decode", "merge"]
