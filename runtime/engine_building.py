@@ -102,8 +102,8 @@ def _workspace(folder: Path, manifest: Manifest, asked: int | None) -> int:
     if (needed := build_bytes(weights, workspace)) > free:
         raise CapacityError(
             f"building the engine of {folder} takes about {needed} bytes ({weights} of weights, "
-            f"twice, and {workspace} of workspace), but only {free} are free. Close other programs, lower --workspace, "
-            "or export a smaller model."
+            f"twice, and {workspace} of workspace), but only {free} are free. Close other programs, lower "
+            "--workspace, or export a smaller model."
         )
     return workspace
 

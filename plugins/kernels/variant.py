@@ -21,6 +21,11 @@ _MODULES = {"prepare": "prepare", "attend": "attention", "merge": "merge"}
 Constant = int | float | bool | str
 
 
+# Counts changes of what the kernels' arguments mean: bundles keep kernels of the revision that made them, and a
+# launch plan of another one finds none of them instead of giving them the wrong numbers.
+REVISION = 1
+
+
 @dataclass(frozen=True)
 class KernelSpec:
     """One compiled kernel.
@@ -50,7 +55,8 @@ class KernelSpec:
     @cached_property
     def key(self) -> str:
         """A name that two kernels share exactly if everything about them is equal."""
-        content = [self.function, self.role, self.arguments, dict(self.constants), self.warps, self.stages]
+        constants = dict(self.constants)
+        content = [REVISION, self.function, self.role, self.arguments, constants, self.warps, self.stages]
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
         return f"{self.role}_{digest[:16]}"
 

@@ -88,7 +88,7 @@ class TensorRTBackend:
         from pagelet.plugins.tensorrt.build import PACKAGES, engine_version
         from pagelet.plugins.tensorrt.runtime_library import import_tensorrt
 
-        trt = trt or import_tensorrt(PACKAGES[manifest.target])
+        trt = trt or import_tensorrt(PACKAGES[manifest.target], parser=False)
         version = engine_version(manifest.target, trt)
         settings = check_engine(folder, manifest, driver, version)
         self.row_noise = _row_noise(manifest, settings.activations)
