@@ -21,8 +21,8 @@ _MODULES = {"prepare": "prepare", "attend": "attention", "merge": "merge"}
 Constant = int | float | bool | str
 
 
-# Counts changes of what the kernels' arguments mean: bundles keep kernels of the revision that made them, and a
-# launch plan of another one finds none of them instead of giving them the wrong numbers.
+# Counts changes of what the kernels' arguments mean: bundles keep kernels of the revision that made them, and
+# a launch plan of another one finds none of them instead of giving them the wrong numbers.
 REVISION = 1
 
 
