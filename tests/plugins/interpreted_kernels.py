@@ -1,7 +1,7 @@
 """The Triton kernels on the CPU: launch plans, run by Triton's interpreter over NumPy arrays.
 
 Triton decides when a kernel is decorated whether it is interpreted or compiled. So tests that interpret run
-in a process of their own, which `in_own_process` starts, and never disturb those that compile.
+in a process of their own, which `start` starts, and never disturb those that compile.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from pagelet.plugins.kernels.launch_plan import Argument, Offset, Shapes, Workspace, plan, workspace_bytes
@@ -41,12 +44,21 @@ TOLERANCE = {
 POISON = 0xFF  # in every byte: NaN as floats, -1 as integers
 
 
-def in_own_process(file: str) -> None:
-    """All tests of a file with the interpreter."""
-    command = [sys.executable, "-m", "pytest", "-pno:cacheprovider", file]
+def start(file: Path) -> subprocess.Popen[str]:
+    """All tests of a file with the interpreter, in a process of its own; skips where there is no Triton."""
+    if find_spec("triton") is None:
+        pytest.skip("no Triton for this platform")
+    command = [sys.executable, "-m", "pytest", "-pno:cacheprovider", str(file)]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-2000:]
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> None:
+    """Its tests passed."""
+    output, _ = process.communicate()
+    assert process.returncode == 0, output[-8000:]
 
 
 def variant_of(layer: Any, activation: str = "f16", **changes: Any) -> AttentionVariant:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interpreted_kernels import in_own_process
+from interpreted_kernels import finish, start
 
 from pagelet.plugins.cuda_driver import CudaError
 from pagelet.plugins.kernels.launch_plan import Offset, Shapes, Workspace, plan
@@ -190,7 +190,7 @@ def test_misaligned_tensors_are_named(folder: Path) -> None:
 
 
 def test_a_driver_of_paper_computes_what_the_reference_does() -> None:
-    in_own_process(str(Path(__file__).with_name("interpreted_library.py")))
+    finish(start(Path(__file__).with_name("interpreted_library.py")))
 
 
 @pytest.mark.parametrize("lost", [False, True])
