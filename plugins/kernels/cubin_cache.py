@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pagelet.plugins.kernels.assembler import Assembled
 
-_SOURCES = ("attention.py", "merge.py", "prepare.py")
+_SOURCES = ("attention.py", "merge.py", "prepare.py", "compile.py", "assembler.py")
 
 
 def default_folder() -> Path:
@@ -23,7 +23,7 @@ def default_folder() -> Path:
 
 
 def cache_key(*parts: object) -> str:
-    """Of a kernel's specification and the tools, and of the kernels' own sources."""
+    """Of a kernel's specification and the tools, and of all sources that a cubin depends on."""
     found = hashlib.sha256(repr(parts).encode())
     for name in _SOURCES:
         found.update((Path(__file__).parent / name).read_bytes())

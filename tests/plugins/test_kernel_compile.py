@@ -246,3 +246,12 @@ def test_a_cache_that_cannot_be_written_is_none(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (record,) = compile_variants([some("merge")], [89], tmp_path / "a", cache=tmp_path / "file" / "cache")
     assert record.cubins[89].bytes > 0
+
+
+def test_no_register_is_spilled_where_a_thread_may_have_more(tmp_path: Path) -> None:
+    """ptxas alone spills here: it keeps to 168 registers."""
+    variant = AttentionVariant(32, 8, 128, 32, rotary_dim=128, activation="bf16", cache="int8")
+    spec = Some((variant.kernel("decode"),))
+    (record,) = compile_variants([spec], [90], tmp_path)  # type: ignore[list-item]
+    assert record.cubins[90].spills == 0
+    assert record.cubins[90].registers > 168
