@@ -139,14 +139,16 @@ class ExportOptions:
         if not row.is_gpu and self.activations != "f16":
             raise InputError("activations are a choice of GPU targets; the CPU computes in float32.")
         _one_of("activations", self.activations, ACTIVATIONS)
+        if self.weights == "fp16" and self.activations == "bf16":
+            raise InputError("fp16 weights are multiplied with f16 activations: take bf16 weights, or f16.")
         if self.sms and not row.sms:
             raise InputError(f"the target {row.name} is not made for single GPUs: leave --sm out.")
         for sm in self.sms:
             _one_of(f"SM of the target {row.name}", sm, row.sms)
         old = [sm for sm in self.sms if sm < FIRST_FP8_SM]
-        if self.weights == "fp8" and old:
+        if old and (kinds := self._in_fp8):
             raise InputError(
-                f"fp8 weights need SM {FIRST_FP8_SM} or newer; asked for {', '.join(map(str, old))}. Leave "
+                f"fp8 {kinds} need SM {FIRST_FP8_SM} or newer; asked for {', '.join(map(str, old))}. Leave "
                 "these GPUs out of --sm, or take int4."
             )
 
@@ -155,10 +157,8 @@ class ExportOptions:
         if not 1 <= size <= 4096:
             raise InputError(f"block size is {size}; expected 1 to 4096 tokens.")
         if size % multiple or (self.row.has_kernels and size & (size - 1)):
-            power = " and a power of two" if self.row.has_kernels else ""
-            raise InputError(
-                f"block size is {size}; the target {self.target} takes multiples of {multiple}{power}."
-            )
+            sizes = f"powers of two from {multiple}" if self.row.has_kernels else f"multiples of {multiple}"
+            raise InputError(f"block size is {size}; the target {self.target} takes {sizes}.")
 
     @property
     def row(self) -> Target:
@@ -166,9 +166,15 @@ class ExportOptions:
         return TARGETS[self.target]
 
     @property
+    def _in_fp8(self) -> str:
+        """What of the bundle TensorRT sees as FP8."""
+        kinds = {"weights": self.weights, "caches": self.cache_type}
+        return " and ".join(name for name, kind in kinds.items() if kind == "fp8")
+
+    @property
     def device_sms(self) -> tuple[int, ...]:
         """Sorted; empty where the target serves every GPU."""
-        able = [sm for sm in self.row.sms if self.weights != "fp8" or sm >= FIRST_FP8_SM]
+        able = [sm for sm in self.row.sms if not self._in_fp8 or sm >= FIRST_FP8_SM]
         return tuple(sorted(set(self.sms or able)))
 
     @property
@@ -193,6 +199,11 @@ class ExportOptions:
 
     def _check_quantizer(self) -> None:
         _one_of("quantizer", self.quantizer, QUANTIZERS)
+        if self.quantizer == "auto" and "int8" not in self.row.weights:
+            raise InputError(
+                f"the quantizer auto stores some matrices in int8, which the target {self.target} has not: "
+                "take gptq or awq."
+            )
         served = ("int4",) if self.quantizer == "auto" else INTEGERS
         if self.quantizer != "rtn" and self.weights not in served:
             raise InputError(

@@ -80,15 +80,13 @@ def _refusal(certificate: Certificate, options: ExportOptions, folder: Path) -> 
     layers = ", ".join(f"{each.layer} ({each.error:.1%})" for each in certificate.worst_layers(3))
     ways = []
     if options.weights == "int4":
-        ways += ["--quantizer gptq"] * (not options.is_calibrated) + [
-            "a smaller --group-size",
-            "--weights int8",
-        ]
+        ways += ["--quantizer gptq"] * (not options.is_calibrated) + ["a smaller --group-size"]
+        ways.append(f"--weights {'int8' if 'int8' in options.row.weights else 'fp16'}")
     elif options.weights in ("int8", "fp8"):
         ways.append("wider --weights")
     if options.cache_type in ("int8", "fp8"):
         ways.append("--kv f16")
-    better = " or ".join(ways) or "--kv f32"
+    better = " or ".join(ways) or ("other --activations" if options.row.is_gpu else "--kv f32")
     return (
         f"the bundle is further from the original than allowed: mean KL divergence {quality.mean_kl:.4f} "
         f"nats, limit {options.kl_limit:g} (perplexity {quality.reference_perplexity:.2f} before, "

@@ -26,7 +26,7 @@ _SPEC_BY_LAYER = 4
 # A manifest is a few kilobytes; a larger one is not ours and is not parsed.
 MAX_MANIFEST_BYTES = 16 << 20
 _CHUNK = 4 << 20
-_MAX_STEP = 1 << 20  # rows
+_MAX_STEP = 1 << 14  # rows
 _MAX_PATH_CHARACTERS = 1_024
 _MAX_NAME_BYTES = 255  # of one part of a path, on the usual file systems
 
@@ -95,16 +95,19 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         return {"format": FORMAT, **asdict(self), "version": VERSION}
 
-    def save(self, folder: Path, name: str = MANIFEST_NAME) -> None:
-        text = json.dumps(self.to_json(), indent=1, ensure_ascii=False)
-        (folder / name).write_text(text + "\n", encoding="utf-8")
+    def to_text(self) -> str:
+        return json.dumps(self.to_json(), indent=1, ensure_ascii=False) + "\n"
+
+    def save(self, folder: Path) -> None:
+        (folder / MANIFEST_NAME).write_text(self.to_text(), encoding="utf-8")
 
     @property
     def fingerprint(self) -> str:
         """Hex SHA-256 over the graph's and the weights' hashes: equal exactly when the values are."""
         digest = hashlib.sha256()
         for name in sorted(self.files):
-            if self.files[name].weights or name == self.graph:
+            is_engine = self.gpu is not None and name == self.gpu.engine  # two builds differ in their bytes
+            if (self.files[name].weights and not is_engine) or name == self.graph:
                 digest.update(f"{name}={self.files[name].sha256};".encode())
         return digest.hexdigest()
 
@@ -192,8 +195,19 @@ def _check_target(manifest: Manifest, where: str) -> None:
         raise BundleError(f"{where}: the engine {gpu.engine!r:.80} is not among its files.")
     if gpu.kernels:
         _check_path(gpu.kernels, where)
+    if gpu.engine and (not gpu.engine.endswith(".engine") or not target.has_kernels):
+        raise BundleError(f"{where}: {gpu.engine!r:.80} is no engine of the target {target.name!r}.")
+    if manifest.cache_type not in target.caches:
+        raise BundleError(f"{where}: the target {target.name!r} has no cache {manifest.cache_type!r:.80}.")
     sizes = (gpu.max_sequences, gpu.decode_tokens, gpu.step_tokens, gpu.logits_rows)
-    if gpu.activations not in ("f16", "bf16") or not all(1 <= size <= _MAX_STEP for size in sizes):
+    in_range = (
+        gpu.activations in ("f16", "bf16")
+        and all(1 <= size <= _MAX_STEP for size in sizes)
+        and gpu.max_sequences <= gpu.decode_tokens <= gpu.step_tokens
+        and set(gpu.engine_sms) <= set(gpu.sms) <= set(target.sms)
+        and bool(gpu.sms) == bool(gpu.kernels) == target.has_kernels
+    )
+    if not in_range:
         raise BundleError(f"{where}: the GPU's settings are out of range: {gpu!r:.200}.")
 
 

@@ -90,8 +90,8 @@ class Driver:
             raise
         except Exception as error:  # what the bindings raise where there is no libcuda differs by version
             raise CudaError(
-                f"the NVIDIA driver's library cannot be loaded ({str(error).rstrip('.')}). Install the "
-                "NVIDIA driver, or use a bundle for the target 'cpu'."
+                "there is no NVIDIA driver here. Where there is a GPU, install its driver; bundles for a GPU "
+                "run on the machine that has one, those for the target 'cpu' everywhere."
             ) from error
 
     # Memory

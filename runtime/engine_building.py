@@ -1,8 +1,12 @@
 """`pagelet build`: the engine of a bundle for TensorRT, on the device that will run it; or one made anew."""
 
-from collections.abc import Sequence
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from pagelet.models.engine_profiles import engine_profiles
 from pagelet.models.errors import BackendError, BundleError, CapacityError, InputError
@@ -20,7 +24,7 @@ from pagelet.plugins.tensorrt.build import (
 from pagelet.plugins.tensorrt.runtime_library import import_tensorrt
 from pagelet.runtime.config import available_memory
 
-ENGINE_NAME, TIMING_NAME = "model.engine", "model.timing"
+ENGINE_STEM, TIMING_NAME = "model", "model.timing"
 
 
 def build_bundle(
@@ -55,11 +59,21 @@ def build_bundle(
     check_files(folder, replace(manifest, files=_sources(manifest)))
     sms = _devices(folder, manifest, gpu, sm)
     version = _version(manifest.target)
-    if gpu.engine and not rebuild and gpu.engine_version == version and set(sms) <= set(gpu.engine_sms):
+    fits = gpu.engine_version == version and set(sms) <= set(gpu.engine_sms)
+    if fits and not rebuild and _is_whole(folder, manifest):
         raise BundleError(f"{folder} has an engine for {_names(sms)} by {version}; --rebuild makes it anew.")
     workspace = _workspace(folder, manifest, workspace)
     built = _build(folder, manifest, sms, workspace, on_phase)
     return _record(folder, manifest, gpu, built, sms)
+
+
+def _is_whole(folder: Path, manifest: Manifest) -> bool:
+    """Whether the engine's file is as the manifest says."""
+    try:
+        check_files(folder, manifest)
+    except BundleError:
+        return False
+    return True
 
 
 def _sources(manifest: Manifest) -> dict[str, FileEntry]:
@@ -131,21 +145,34 @@ def _build(
 def _record(
     folder: Path, manifest: Manifest, gpu: GpuSettings, built: BuiltEngine, sms: Sequence[int]
 ) -> Manifest:
-    """First the engine, then the manifest that knows it, each by renaming."""
-    new = folder / (ENGINE_NAME + ".new")
+    """First an engine of a new name, then the manifest that knows it; the old engine goes last."""
     try:
-        new.write_bytes(built.data)
-        entry = FileEntry(new.stat().st_size, hash_file(new), weights=True)
-        new.replace(folder / ENGINE_NAME)
-        settings = replace(gpu, engine=ENGINE_NAME, engine_version=built.version, engine_sms=tuple(sms))
-        manifest = replace(manifest, files={**manifest.files, ENGINE_NAME: entry}, gpu=settings)
-        manifest.save(folder, MANIFEST_NAME + ".new")
-        (folder / (MANIFEST_NAME + ".new")).replace(folder / MANIFEST_NAME)
+        with _new_file(folder, built.data) as new:
+            entry = FileEntry(new.stat().st_size, hash_file(new), weights=True)
+            name = f"{ENGINE_STEM}-{entry.sha256[:8]}.engine"
+            new.replace(folder / name)
+        settings = replace(gpu, engine=name, engine_version=built.version, engine_sms=tuple(sms))
+        manifest = replace(manifest, files={**_sources(manifest), name: entry}, gpu=settings)
+        with _new_file(folder, manifest.to_text().encode()) as new:
+            new.replace(folder / MANIFEST_NAME)
+        if gpu.engine and gpu.engine != name:
+            (folder / gpu.engine).unlink(missing_ok=True)
     except OSError as error:
         raise BundleError(f"writing the engine into {folder} failed: {error.strerror or error}.") from error
-    finally:
-        new.unlink(missing_ok=True)
     return manifest
+
+
+@contextmanager
+def _new_file(folder: Path, data: Any) -> Iterator[Path]:
+    """A file that no link or other build stands for; gone behind the block unless it was renamed."""
+    handle, name = tempfile.mkstemp(prefix=".build-", dir=folder)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        Path(name).chmod(0o644)
+        yield Path(name)
+    finally:
+        Path(name).unlink(missing_ok=True)
 
 
 def _names(sms: Sequence[int]) -> str:

@@ -185,6 +185,11 @@ class FakeEngine:
     def get_tensor_mode(self, name: str) -> str:
         return "input" if name in self.inputs else "output"
 
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        if name == "logits":
+            return -1, self.vocab_size
+        return (-1, *self.profiles[0][name][0][1:])
+
     def get_tensor_profile_shape(self, name: str, profile: int) -> list[tuple[int, ...]]:
         return list(self.profiles[profile][name])
 

@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pagelet.models.errors import PageletError
-from pagelet.models.manifest import load_manifest
-from pagelet.runtime.engine_building import ENGINE_NAME, build_bundle
+from pagelet.models.manifest import MANIFEST_NAME, load_manifest
+from pagelet.runtime.engine_building import build_bundle
 from pagelet.tools.made_up import SHAPES, write_checkpoint
 from pagelet.tools.memory import peak_rss
 from pagelet.tools.quality.export_process import export_apart
@@ -69,7 +69,7 @@ def measure(work: Path, model: str, source: Path, weights: str) -> Row:
         weights,
         manifest.gpu.engine_sms,
         manifest.gpu.engine_version,
-        manifest.files[ENGINE_NAME].bytes,
+        manifest.files[manifest.gpu.engine].bytes,
         kernels,
         built["seconds"],
         built["peak"],
@@ -92,7 +92,9 @@ def rows(work: Path, gguf: Path | None, only: list[str]) -> Iterator[Row]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("work", type=Path, help="a folder for checkpoints and bundles: some 15 GB")
-    parser.add_argument("--only", nargs="*", default=[], metavar="MODEL:WEIGHTS")
+    parser.add_argument(
+        "--only", nargs="*", default=[], metavar="MODEL:WEIGHTS", help="such as 1b:int4 qwen3-0.6b:fp8"
+    )
     parser.add_argument("--gguf", type=Path, help="SmolLM2 as a GGUF file")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--build", action="store_true", help=argparse.SUPPRESS)
@@ -102,6 +104,8 @@ def main() -> int:
         build_bundle(args.work, rebuild=True)
         print(json.dumps({"seconds": time.perf_counter() - began, "peak": peak_rss()}))
         return 0
+    if (args.work / MANIFEST_NAME).exists():
+        parser.error(f"{args.work} is a bundle; name a folder to work in")
     args.work.mkdir(parents=True, exist_ok=True)
     try:
         for row in rows(args.work, args.gguf, args.only):

@@ -2,11 +2,13 @@
 
 import time
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import onnx_ir as ir
 
 from pagelet.exporter.job import Job
+from pagelet.exporter.options import ExportOptions
 from pagelet.exporter.part import Part
 from pagelet.models.engine_profiles import engine_profiles
 from pagelet.models.errors import BackendError, UnsupportedError
@@ -38,6 +40,25 @@ def finish(job: Job, part: Part, graph: Path) -> GpuSettings | None:
     return _build(job, part, graph, settings)
 
 
+def check_tools(options: ExportOptions) -> None:
+    """Whether what compiles kernels and engines is there.
+
+    Raises:
+        BackendError: says what to install.
+    """
+    if find_spec("triton") is None:
+        raise BackendError(
+            "attention kernels are compiled with triton; run: pip install 'pagelet[gpu-export]'"
+        )
+    if options.target == "rtx":
+        from pagelet.plugins.tensorrt.runtime_library import TensorRTError, import_tensorrt
+
+        try:
+            import_tensorrt("tensorrt_rtx")
+        except TensorRTError as error:
+            raise BackendError(str(error)) from error
+
+
 def attention_variants(graph: Path) -> list[AttentionVariant]:
     """Those of a graph's nodes, each once.
 
@@ -58,14 +79,10 @@ def attention_variants(graph: Path) -> list[AttentionVariant]:
 
 
 def _compile_kernels(job: Job, graph: Path, settings: GpuSettings) -> None:
-    try:
-        from pagelet.plugins.kernels.assembler import KernelCompileError
-        from pagelet.plugins.kernels.compile import compile_variants
-        from pagelet.plugins.kernels.cubin_cache import default_folder
-    except ModuleNotFoundError as error:
-        raise BackendError(
-            f"attention kernels are compiled with {error.name}; run: pip install 'pagelet[gpu-export]'"
-        ) from error
+    from pagelet.plugins.kernels.assembler import KernelCompileError
+    from pagelet.plugins.kernels.compile import compile_variants
+    from pagelet.plugins.kernels.cubin_cache import default_folder
+
     try:
         compile_variants(
             attention_variants(graph),

@@ -54,8 +54,9 @@ class GpuBuilder(GraphBuilder):
         self.emulated = emulated
         self.activations = activations
         self.activation_type = _ACTIVATIONS[activations]
-        # ONNX Runtime multiplies no bfloat16 on the CPU: there its numbers are held in float32.
-        self._held_in_float32 = emulated and activations == "bf16"
+        # The CPU multiplies no 16-bit numbers: it would leave bfloat16 out, and make float16 float32 again by
+        # taking our roundings away. There they are rounded, and held in float32, where it leaves them alone.
+        self._held_in_float32 = emulated and activations != "f32"
         self._halves: dict[ir.Value, ir.Value] = {}  # by the float32 value of the same numbers
         self._normed: dict[tuple[ir.Value, str], ir.Value] = {}
 

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
+
 from pagelet.exporter.calibration.corpus import texts_of_calibration
 from pagelet.exporter.calibration.ranges import Ranges, measure_ranges
 from pagelet.exporter.graph import CacheFormat
@@ -10,6 +12,7 @@ from pagelet.exporter.job import Job
 from pagelet.exporter.layerwise import Layerwise, Texts
 from pagelet.exporter.part import Part
 from pagelet.exporter.targets.cuda import CudaBuilder, CudaLayout, refuse_obstacles
+from pagelet.exporter.targets.finish import check_tools
 from pagelet.exporter.targets.gpu_builder import GpuBuilder, refuse_experts
 from pagelet.exporter.targets.lowering import Layout, QdqLayout, lower_weights
 from pagelet.exporter.targets.tensorrt import TensorRTBuilder, refuse_heads
@@ -44,12 +47,18 @@ def lower(job: Job, packed: Part, tokenizer: Tokenizer) -> Part:
 
 
 def check_model(job: Job) -> None:
-    """Before any work: UnsupportedError where the target cannot compute this model."""
+    """Before any work.
+
+    Raises:
+        UnsupportedError: the target cannot compute this model.
+        BackendError: what compiles for it is not installed.
+    """
     if job.options.target == "cuda":
         refuse_obstacles(job.spec, job.cache)
     elif job.options.row.is_gpu:
         refuse_experts(job.spec)
         refuse_heads(job.spec)
+        check_tools(job.options)
 
 
 def _ranges(job: Job, packed: Part, tokenizer: Tokenizer) -> Ranges | None:
@@ -63,7 +72,9 @@ def _ranges(job: Job, packed: Part, tokenizer: Tokenizer) -> Ranges | None:
 
 
 def _input_scales(ranges: Ranges) -> dict[str, float]:
-    return {module: ranges.input_scale(module) for module in ranges.inputs}
+    # Float16 is full of bits down to its smallest normal number; a larger scale only wastes small codes.
+    least = float(np.finfo(np.float16).tiny)
+    return {module: max(ranges.input_scale(module), least) for module in ranges.inputs}
 
 
 def _cache_scales(job: Job, ranges: Ranges | None) -> dict[int, tuple[float, float]]:

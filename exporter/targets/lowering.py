@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from pagelet.exporter.stacked_rows import Float32
 from pagelet.exporter.targets.gpu_builder import LOWERED_NAME, TABLE
 from pagelet.exporter.weights import WEIGHTS_NAME, Linear, StoredTensor, StoredWeights, WeightsFile
+from pagelet.models.errors import UnsupportedError
 from pagelet.models.spec import ModelSpec
 from pagelet.plugins import float_packing, packing
 from pagelet.plugins.float_packing import FloatFormat
@@ -121,11 +122,25 @@ def _lower(
     if isinstance(linear.format, LinearFormat):
         laid = layout.integers(codes, scales, linear.format, half)
     else:
+        _check_scales(module, scales, half)
         laid = layout.fp8(codes, scales, half)
     weight, steps = (
         add(f"{module}.{name}", one) for name, one in zip(("weight", "scales"), laid, strict=True)
     )
     return replace(linear, weight=weight, scales=steps)
+
+
+def _check_scales(module: str, scales: Float32, half: type[np.generic]) -> None:
+    """A scale of FP8 codes that float16 holds as zero, or with few bits, would change the weight unseen."""
+    if half is not np.float16:
+        return
+    low, high = np.finfo(np.float16).tiny, np.finfo(np.float16).max
+    used = scales[scales != 0]
+    if ((used < low) | (used > high)).any():
+        raise UnsupportedError(
+            f"{module} has scales from {used.min():.2g} to {used.max():.2g}; float16 holds {low:.2g} to "
+            f"{high:.0f}. Export with --activations bf16."
+        )
 
 
 def _bytes(packed: NDArray[np.uint8], tensor: StoredTensor) -> NDArray[np.uint8]:

@@ -38,7 +38,7 @@ class TensorRTBuilder(GpuBuilder):
         else:
             weight = self.op("DequantizeLinear", [codes, scales], name=name + "/weight", axis=1)
             x = self._to_fp8_and_back(x, linear.input_scale, name)
-        if self.activations == "bf16" and self.emulated:
+        if self._held_in_float32:
             weight = self.round(weight, name + "/weight/rounded")
         return self.op("MatMul", [x, weight], name=name)
 

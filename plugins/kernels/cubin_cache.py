@@ -43,9 +43,11 @@ class CubinCache:
         try:
             head, cubin = (self._folder / key).read_bytes().split(b"\n", 1)
             fields = json.loads(head)
-            if fields["sha256"] != hashlib.sha256(cubin).hexdigest():
+            sizes = [fields[name] for name in ("registers", "spills", "shared")]
+            known = fields["key"] == key and fields["sha256"] == hashlib.sha256(cubin).hexdigest()
+            if not known or not all(type(size) is int for size in sizes):
                 return None
-            return Assembled(cubin, fields["registers"], fields["spills"]), fields["shared"]
+            return Assembled(cubin, *sizes[:2]), sizes[2]
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -54,6 +56,7 @@ class CubinCache:
         if self._folder is None:
             return
         fields = {
+            "key": key,
             "sha256": hashlib.sha256(assembled.cubin).hexdigest(),
             "registers": assembled.registers,
             "spills": assembled.spills,

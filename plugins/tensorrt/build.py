@@ -104,6 +104,7 @@ def build_engine(
             host.check()
             raise TensorRTError(log.explain(f"{_NAMES[target]} could not build an engine of {graph}"))
         if cache is not None and timing_cache is not None:
+            timing_cache.unlink(missing_ok=True)  # a link would be written through
             timing_cache.write_bytes(bytes(cache.serialize()))
     return BuiltEngine(data, engine_version(target, trt), tuple(sms), _described(network))
 

@@ -131,6 +131,13 @@ class TensorRTBackend:
                     f"the engine's {what} are not those of the contract: missing {sorted(expected - found)}, "
                     f"unexpected {sorted(found - expected)}. Export the bundle again."
                 )
+        shapes = {array.name: array.shape[1:] for array in arrays} | {"logits": (self.vocab_size,)}
+        for name, shape in shapes.items():
+            if (row := self._engine.row_shape(name)) != shape:
+                raise BundleError(
+                    f"the engine's {name} has rows of shape {list(row)}, the manifest asks for "
+                    f"{list(shape)}. Export the bundle again."
+                )
         if len(bounds) != 2:
             raise BundleError(f"the engine has {len(bounds)} profiles; expected 2. Export the bundle again.")
         for what, wanted, name, remedy in (

@@ -153,6 +153,10 @@ class Engine:
             self.workspace_bytes, "the engine", "Lower kv_memory, or export with a smaller step_tokens."
         )
 
+    def row_shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's dimensions but for the first."""
+        return tuple(self._engine.get_tensor_shape(name))[1:]
+
     def _names(self) -> tuple[set[str], set[str]]:
         names = [self._engine.get_tensor_name(index) for index in range(self._engine.num_io_tensors)]
         inputs = {name for name in names if self._is_input(name)}

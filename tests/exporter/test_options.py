@@ -91,7 +91,10 @@ GPU_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"target": "rtx", "activations": "f8"}, "activations is 'f8'; this version serves f16, bf16."),
     ({"target": "rtx", "weights": "fp8", "block_scales": True}, "one scale per output of fp8 weights"),
     ({"target": "rtx", "weights": "fp8", "group_size": 64}, "one scale per output of fp8 weights"),
-    ({"target": "rtx", "block_size": 24}, "takes multiples of 16 and a power of two."),
+    ({"target": "rtx", "cache_type": "fp8", "sms": (86,)}, "fp8 caches need SM 89 or newer; asked for 86."),
+    ({"target": "rtx", "quantizer": "auto"}, "int8, which the target rtx has not: take gptq or awq."),
+    ({"target": "rtx", "weights": "fp16", "activations": "bf16"}, "fp16 weights are multiplied with f16"),
+    ({"target": "rtx", "block_size": 24}, "the target rtx takes powers of two from 16."),
     ({"target": "cuda", "block_size": 32}, "block size is 32; the target cuda takes multiples of 256."),
 ]
 
@@ -148,6 +151,6 @@ def test_gpu_targets_have_defaults_of_their_own() -> None:
     assert (cpu.is_symmetric, cpu.tables, cpu.tokens_per_block, cpu.device_sms) == (False, "int8", 32, ())
 
 
-@pytest.mark.parametrize(("weights", "expected"), [("fp16", "f16"), ("bf16", "bf16"), ("int4", "bf16")])
+@pytest.mark.parametrize(("weights", "expected"), [("bf16", "bf16"), ("int4", "bf16")])
 def test_weights_of_16_bits_are_of_the_activations_type(weights: str, expected: str) -> None:
     assert ExportOptions(target="rtx", weights=weights, activations="bf16").activation_type == expected

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -12,6 +13,7 @@ import transformers
 from families.rows import ROWS, config_options
 from folding import logits_of
 from lowered import Lowered, dequantized, distance, in_float32, lower_family, lower_part
+from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from pagelet.exporter.calibration.ranges import measure_ranges
@@ -27,9 +29,11 @@ from pagelet.models.config import spec_from_config
 from pagelet.models.errors import UnsupportedError
 from pagelet.plugins.float_packing import FloatFormat
 from pagelet.plugins.packing import LinearFormat
+from pagelet.plugins.session import open_session
 from pagelet.plugins.tensorrt.node import AttentionNode
 from pagelet.plugins.whole_graph import CacheArrays, WholeGraph
 
+Float32 = NDArray[np.float32]
 INT4 = LinearFormat(4, 32, asymmetric=False)
 FP8 = FloatFormat("fp8")
 # transformers' models and ours differ by as much in float32: sums in another order (tests/families).
@@ -90,6 +94,30 @@ def test_bfloat16_rounds_eight_times_as_much(lower: Make, tmp_path: Path) -> Non
     assert F16_TOLERANCE / 8 < off < 8 * F16_TOLERANCE
 
 
+@pytest.mark.parametrize(("activations", "overflows"), [("f16", True), ("bf16", False)])
+def test_the_stand_in_rounds_and_overflows_as_16_bits_do(
+    activations: str, overflows: bool, lower: Make
+) -> None:
+    """Which ONNX Runtime would leave out in front of a product of its own float32."""
+    lowered = lower("qwen3", FloatFormat(activations), activations)
+    build = stand_in(lowered, activations).build()
+    x = build.input("x", "FLOAT", ["T", lowered.packed.spec.query_size(0)])
+    y = build.linear(x, "layers.0.attention.o")
+    graph = ir.to_proto(build.model({"y": (y, ["T", 64])})).SerializeToString()
+    session = open_session(graph, threads=1, folder=lowered.packed.folder)
+
+    def run(values: Float32) -> Float32:
+        found: Float32 = session.run(["y"], {"x": values})[0]
+        return found
+
+    width = lowered.packed.spec.query_size(0)
+    rows = np.random.default_rng(0).normal(size=(3, width)).astype(np.float32)
+    rounded = rows.astype(np.float16 if activations == "f16" else ml_dtypes.bfloat16).astype(np.float32)
+    assert not np.array_equal(rows, rounded)
+    assert np.array_equal(run(rows), run(rounded))
+    assert np.isfinite(run(np.full((1, width), 1e6, np.float32))).all() != overflows
+
+
 def test_fp8_inputs_have_the_scales_that_were_measured(lower: Make, tmp_path: Path) -> None:
     def scales(packed: Part) -> dict[str, float]:
         ranges = measure_ranges(Layerwise(Texts.of([TEXT]), CacheFormat(16, "f32")), packed)
@@ -112,7 +140,7 @@ def lower_again(lowered: Lowered, input_scales: dict[str, float]) -> Lowered:
 
 @pytest.mark.parametrize("cache", ["f16", "int8", "fp8"])
 @pytest.mark.parametrize("family", ["qwen3 bias", "gemma4", "gpt2"])
-def test_the_devices_graph_with_its_plugin_replaced_gives_the_stand_ins_bits(
+def test_the_devices_graph_with_its_plugin_replaced_gives_the_stand_ins_logits(
     family: str, cache: str, lower: Make
 ) -> None:
     lowered = lower(family)
@@ -134,7 +162,10 @@ def test_the_devices_graph_with_its_plugin_replaced_gives_the_stand_ins_bits(
         WholeGraph(folder / name, arrays, [], threads=1).run(text, rows, rows)[0]
         for name in ("replaced.onnx", "stand_in.onnx")
     )
-    assert np.array_equal(found, expected)
+    # ONNX Runtime takes roundings away in front of products that it computes in float32. Then codes of a
+    # quantized cache next to a tie are other ones; such a cache alone costs this gemma4 0.07 and 0.3.
+    tolerance = {"f16": F16_TOLERANCE, "int8": 0.1, "fp8": 0.25}[cache]
+    assert distance(found, expected) < tolerance
     assert found.std() > 0.5
 
 

@@ -60,6 +60,10 @@ def edit(bundle: Path, change: Callable[[dict[str, Any]], object]) -> None:
     path.write_text(json.dumps(data))
 
 
+def rtx(data: dict[str, Any], gpu: dict[str, Any]) -> None:
+    data.update(target="rtx", cache_type="f16", gpu=gpu)
+
+
 def test_round_trip(bundle: Path) -> None:
     manifest = load_manifest(bundle)
     assert manifest == manifest_of(bundle)
@@ -168,9 +172,32 @@ def test_a_link_out_of_the_folder(bundle: Path, tmp_path_factory: pytest.TempPat
         (lambda data: data.update(target="rtx"), "settings of a GPU do not go with the target 'rtx'"),
         (lambda data: data.update(gpu={}), "settings of a GPU do not go with the target 'cpu'"),
         (lambda data: data.update(target="rtx", gpu={"engine": "e"}), "engine 'e' is not among its files"),
-        (lambda data: data.update(target="rtx", gpu={"kernels": "../k"}), "'../k' leaves the bundle"),
-        (lambda data: data.update(target="rtx", gpu={"max_sequences": 0}), "are out of range"),
-        (lambda data: data.update(target="rtx", gpu={"activations": "f8"}), "are out of range"),
+        (
+            lambda data: data.update(target="rtx", gpu={"engine": "model.onnx"}),
+            "is no engine of the target 'rtx'",
+        ),
+        (lambda data: data.update(target="rtx", gpu={}), "the target 'rtx' has no cache 'f32'"),
+        (lambda data: data.update(target="cuda", cache_type="f16", gpu={"sms": [89]}), "are out of range"),
+        (
+            lambda data: rtx(data, gpu={"sms": [], "kernels": "k"}),
+            "out of range",
+        ),
+        (
+            lambda data: rtx(data, gpu={"sms": [89], "kernels": "k", "engine_sms": [86]}),
+            "are out of range",
+        ),
+        (
+            lambda data: rtx(data, gpu={"kernels": "../k"}),
+            "'../k' leaves the bundle",
+        ),
+        (
+            lambda data: rtx(data, gpu={"max_sequences": 0}),
+            "are out of range",
+        ),
+        (
+            lambda data: rtx(data, gpu={"activations": "f8"}),
+            "are out of range",
+        ),
         (lambda data: data.update(version=2), "unknown key 'certificate'"),
         (lambda data: data.update(certificate="x.json"), "certificate 'x.json' is not among its files"),
         (lambda data: data.update(version=0), "export it again"),

@@ -33,7 +33,7 @@ def add_parsers(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from pagelet.runtime.engine_building import ENGINE_NAME, build_bundle
+    from pagelet.runtime.engine_building import build_bundle
 
     workspace = None if args.workspace is None else parse_size(args.workspace, "--workspace")
     target = load_manifest(args.bundle).target
@@ -42,8 +42,9 @@ def run(args: argparse.Namespace) -> None:
         manifest = build_bundle(
             args.bundle, sm=sm, rebuild=args.rebuild, workspace=workspace, on_phase=on_phase
         )
-    gpu, size = manifest.gpu, manifest.files[ENGINE_NAME].bytes
+    gpu = manifest.gpu
     assert gpu is not None
+    size = manifest.files[gpu.engine].bytes
     if args.json:
         print(json.dumps({"engine": gpu.engine, "bytes": size, "version": gpu.engine_version,
                           "sms": gpu.engine_sms}))  # fmt: skip

@@ -108,8 +108,8 @@ def _add_quantizer(parser: argparse.ArgumentParser) -> None:
         "--calibration",
         type=Path,
         metavar="FILE",
-        help="awq, gptq, auto: a UTF-8 text of the kind that the model will read, at most 64 MiB; default: "
-        "texts that come with pagelet",
+        help="awq, gptq, auto, and fp8 weights on a GPU: a UTF-8 text of the kind that the model will read, "
+        "at most 64 MiB; default: texts that come with pagelet",
     )
     parser.add_argument(
         "--calibration-tokens",
@@ -204,7 +204,9 @@ def _check(args: argparse.Namespace) -> None:
     if args.weights != "int4" and any(given.values()):
         names = ", ".join(name for name, value in given.items() if value)
         raise InputError(f"{names} belongs to --weights int4, not to {args.weights}: leave it out.")
-    if args.quantizer == "rtn" and args.calibration_tokens is not None:
+    # Static scales of GPU targets are measured on the same text.
+    static = args.target != "cpu" and (args.weights == "fp8" or args.target == "cuda")
+    if args.quantizer == "rtn" and not static and args.calibration_tokens is not None:
         raise InputError("--calibration-tokens belongs to the quantizers awq, gptq and auto: leave it out.")
     if args.quantizer == "auto" and (args.embedding or args.group_size):
         raise InputError("the quantizer auto chooses groups and the embedding's bits itself: leave them out.")
@@ -253,7 +255,8 @@ def summary(out: Path, manifest: Manifest) -> str:
     lines = [f"{out}: {manifest.spec.architecture}, {kind}, {size / 1e6:.1f} MB, {bits:.2f} bits per weight"]
     exact = sum(entry.exact for entry in entries)
     if exact:
-        rounded = "; activations are rounded to INT8 as they are used" if kind.startswith("int") else ""
+        on_cpu = manifest.gpu is None and kind.startswith("int")
+        rounded = "; activations are rounded to INT8 as they are used" if on_cpu else ""
         lines.append(
             f"{exact} of {len(entries)} matrices are the checkpoint's own numbers, unchanged{rounded}"
         )

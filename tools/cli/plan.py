@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,11 @@ from pagelet.models.config import spec_from_config
 from pagelet.models.errors import CheckpointError, InputError
 from pagelet.models.manifest import MANIFEST_NAME, load_manifest
 from pagelet.models.spec import ModelSpec
-from pagelet.models.targets import TARGETS
+from pagelet.models.targets import FIRST_FP8_SM, TARGETS
 from pagelet.models.wrapped_config import text_config
 from pagelet.runtime.config import parse_size
 from pagelet.tools.cli import common
-from pagelet.tools.devices import DEVICES
+from pagelet.tools.devices import DEVICES, Device
 from pagelet.tools.plan import WEIGHT_TYPES, Draft, Plan, plan
 
 
@@ -51,7 +52,10 @@ def run(args: argparse.Namespace) -> None:
         _check_draft(draft.spec, spec, args.context)
     weights, cache_type = _own_types(args.source)
     target = args.target or _own_target(args.source)
-    _check_types(target, args.weights or weights, args.kv or cache_type)
+    kinds = args.weights or weights, args.kv or cache_type
+    _check_types(target, *kinds)
+    if device and TARGETS[target].is_gpu:
+        _check_gpu(device, target, kinds, args.source)
     made = plan(
         spec,
         device.usable if device else parse_size(args.memory, "--memory"),
@@ -101,6 +105,23 @@ def _check_types(target: str, weights: str, cache_type: str) -> None:
     for what, found, known in (("weights", weights, row.weights), ("cache", cache_type, row.caches)):
         if found.removesuffix("-symmetric") not in known:
             raise InputError(f"the target {target} has no {found} {what}; it serves {', '.join(known)}.")
+
+
+def _check_gpu(device: Device, target: str, kinds: tuple[str, str], source: Path) -> None:
+    """Whether the device runs what is planned for it."""
+    row = TARGETS[target]
+    sms: Collection[int] = row.sms
+    if (source / MANIFEST_NAME).is_file() and (gpu := load_manifest(source).gpu):
+        sms = gpu.sms
+    if not device.sm or (sms and device.sm not in sms):
+        served = f"it is for SM {', '.join(map(str, sms))}" if sms else "it is for NVIDIA GPUs"
+        raise InputError(
+            f"{device.title} (SM {device.sm or 'none'}) does not run this target {target}: {served}."
+        )
+    if "fp8" in kinds and row.has_kernels and device.sm < FIRST_FP8_SM:
+        raise InputError(
+            f"{device.title} has SM {device.sm}; fp8 weights and caches need SM {FIRST_FP8_SM} or newer."
+        )
 
 
 def read_spec(source: Path) -> ModelSpec:
